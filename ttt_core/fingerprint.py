@@ -22,13 +22,18 @@ _BLOCKS, _SAMPLES = 8, 64
 
 
 def sketch(tensors: Mapping[str, Tensor]) -> str:
-    """Base64 of at most 512 fp16 weights, sampled from the joint qkv projections of 8 blocks spread over the depth."""
+    """Base64 of at most 512 fp16 weights, sampled from the joint qkv projections of 8 blocks spread over the depth.
+
+    "" for a base in a packed integer format (GGUF), whose stored numbers are not the weights.
+    """
     joint, _ = attention_blocks(tensors)
     names = {n.split("joint_blocks.")[1]: n for n in tensors if ".x_block.attn.qkv.weight" in n}
     picked = sorted({joint[round(i * (len(joint) - 1) / max(1, _BLOCKS - 1))] for i in range(_BLOCKS)})
     values = []
     for block in picked:
         flat = tensors[names[f"{block}.x_block.attn.qkv.weight"]].detach().reshape(-1)
+        if not flat.is_floating_point():
+            return ""
         step = torch.linspace(0, flat.numel() - 1, _SAMPLES, dtype=torch.float64).long()
         values.append(flat[step.to(flat.device)].float().cpu())
     return base64.b64encode(torch.cat(values).numpy().astype("<f2").tobytes()).decode()

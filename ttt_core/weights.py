@@ -59,8 +59,9 @@ class TTTWeights:
     def new(cls, geometry: Geometry, spec: TTTSpec, *, seed: int = 0, base_sketch: str = "", device=None) -> TTTWeights:
         """Untrained layers (paper initialisation) for the attentions that spec selects. Raises TTTError."""
         layers = {}
-        for index, attention in enumerate(select_attentions(qkv_names(geometry), spec.attentions)):
-            layers[attention] = TTTAttention(geometry.heads, geometry.head_dim, spec, seed=seed + index, device=device)
+        with torch.inference_mode(False):  # ComfyUI's nodes run in inference mode; layers made there could never be trained
+            for index, attention in enumerate(select_attentions(qkv_names(geometry), spec.attentions)):
+                layers[attention] = TTTAttention(geometry.heads, geometry.head_dim, spec, seed=seed + index, device=device)
         return cls(spec, geometry, layers, made={"state": "untrained", "seed": seed}, base_sketch=base_sketch)
 
     @property
@@ -229,10 +230,9 @@ def _build_layer(
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape:
             raise TTTError(f"'{source}': {attention} {name} has shape {tuple(tensors[name].shape)}, expected {shape}; it is from another model.")
-    layer.load_state_dict({n: t.detach().float() for n, t in tensors.items()}, assign=True)
-    for parameter in layer.parameters():
-        parameter.requires_grad_(True)
-    return layer
+    with torch.inference_mode(False):  # see TTTWeights.new; the copy also lets the file's memory go
+        layer.load_state_dict({n: t.detach().to("cpu", torch.float32, copy=True) for n, t in tensors.items()}, assign=True)
+        return layer.requires_grad_(True)
 
 
 def read_tensor_shapes(path: str | os.PathLike) -> dict[str, tuple[int, ...]]:

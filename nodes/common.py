@@ -1,0 +1,45 @@
+"""What every node shares: a schema that older ComfyUI accepts too, common inputs, and text shown on the node."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from comfy_api.latest import io, ui
+
+CATEGORY = "TTT"
+BACKENDS = ["auto", "triton", "torch"]
+ADVANCED = {"advanced": True}  # by extra_dict: hosts before 0.9 have no `advanced` argument and ignore the key
+
+
+def schema(**values) -> io.Schema:
+    """io.Schema without the fields this ComfyUI does not know yet (search_aliases, for one)."""
+    known = {f.name for f in fields(io.Schema)}
+    values.setdefault("category", CATEGORY)
+    return io.Schema(hidden=[io.Hidden.unique_id], **{k: v for k, v in values.items() if k in known})
+
+
+def backend_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "backend",
+        options=BACKENDS,
+        default="auto",
+        tooltip="What computes the TTT layers. auto: the fastest one that can run here. triton: fused GPU kernels, refused with the reason "
+        "where they cannot run. torch: plain PyTorch, runs everywhere, slower and with more memory.",
+        extra_dict=ADVANCED,
+    )
+
+
+def report_output() -> io.String.Output:
+    return io.String.Output("report", tooltip="What was done, as text; connect Preview as Text to keep it in view.")
+
+
+def result(node: type[io.ComfyNode], *outputs, report: str) -> io.NodeOutput:
+    """The outputs followed by the report, which is also shown on the node itself."""
+    try:
+        from server import PromptServer
+
+        if PromptServer.instance is not None:
+            PromptServer.instance.send_progress_text(report, node.hidden.unique_id)
+    except (ImportError, AttributeError):
+        pass  # no server (a script or a test), or one without texts on nodes: the report output still carries it
+    return io.NodeOutput(*outputs, report, ui=ui.PreviewText(report))
