@@ -64,9 +64,11 @@ def strip_prefix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return dict(tensors)
 
 
-def to_diffusers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_diffusers(tensors: Mapping[str, torch.Tensor], blocks: int | None = None) -> dict[str, torch.Tensor]:
     """Original names (with or without ``model.diffusion_model.``) -> diffusers names.
 
+    blocks: the model's number of joint blocks, needed only when ``tensors`` is a part
+    of a model (without it, a context block with no output projection is the last).
     qkv tensors come out as views of the originals. Raises KeyError naming the
     first tensor that does not belong to an SD3-family transformer.
     """
@@ -85,7 +87,7 @@ def to_diffusers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
         if part not in _BLOCK:
             raise KeyError(f"{name} is no tensor of an SD3-family transformer")
         targets = _BLOCK[part]
-        if part == _CONTEXT_ADALN and f"joint_blocks.{block}.context_block.attn.proj.weight" not in source:
+        if part == _CONTEXT_ADALN and _is_last(block, source, blocks):
             tensor = _swap_halves(tensor)
         for target, piece in zip(targets, tensor.chunk(len(targets), dim=0)):
             result[f"transformer_blocks.{block}.{target}.{leaf}"] = piece
@@ -130,6 +132,13 @@ def _split_block(module: str, stem: str) -> tuple[str, str]:
         return "", ""
     block, _, part = module[len(stem):].partition(".")
     return block, part
+
+
+def _is_last(block: str, source: Mapping[str, torch.Tensor], blocks: int | None) -> bool:
+    """Whether the context of this joint block is pre-only."""
+    if blocks is not None:
+        return int(block) == blocks - 1
+    return f"joint_blocks.{block}.context_block.attn.proj.weight" not in source
 
 
 def _swap_halves(tensor: torch.Tensor) -> torch.Tensor:
