@@ -230,7 +230,7 @@ class FineTune:
             if settings.teacher_velocity:
                 parts["teacher_velocity"] = (velocity - goal).square().mean()
             if watched:
-                ratios = [_distance(outs[a], goals[a]) for a in watched]
+                ratios = [_distance(outs[call], goals[call]) for call in goals]
                 parts["teacher_attention"] = torch.stack(ratios).mean()
             loss = sum(getattr(settings, name) * value for name, value in parts.items())
             outs.closed = True
@@ -335,13 +335,13 @@ def _step_type(tensor: Tensor, compute: torch.dtype) -> torch.dtype:
 
 
 class _Outputs(dict):
-    """{attention: output} of the calls until `closed`; a recomputed block calls again and must not count."""
+    """{(attention, elements): output} of the calls until `closed`; a recomputed block calls again and must not count."""
 
     closed = False
 
     def __call__(self, record: Record) -> None:
         if not self.closed:
-            self[record.attention] = record.out
+            self[record.attention, record.elements] = record.out
 
 
 @contextmanager

@@ -58,7 +58,8 @@ class Recorder:
     @torch.no_grad()
     def __call__(self, record: Record) -> None:
         count = record.q.shape[1]
-        for element in self._elements:
+        present = range(len(record.q)) if record.elements is None else record.elements
+        for element in (present.index(e) for e in self._elements if e in present):
             picked = torch.arange(count)
             if count > self._target_tokens:
                 picked = torch.randperm(count, generator=self._generator)[: self._target_tokens].sort().values

@@ -31,6 +31,8 @@ class Record:
     q, k, v, out: (B, text_tokens + h*w, heads*d), text tokens first; q and k after the model's own qk norm. out: what
     the attention gave, softmax's output or, where a TTT layer runs in its place, that layer's. grid: (h, w) of the
     image tokens. The tensors are those of the call, still in its graph when gradients are on: detach what you keep.
+    elements: which of the conditionings given to `velocity` this call is for, when prompts of unequal length had to be
+    run apart; None for all of them.
     """
 
     attention: AttentionId
@@ -40,6 +42,7 @@ class Record:
     out: Tensor
     grid: tuple[int, int]
     text_tokens: int
+    elements: tuple[int, ...] | None = None
 
 
 class TrainableModel(ABC):
