@@ -24,7 +24,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: tuple[Tensor, ...], grid: t
 
 def _run(q, k, v, weights, q_conv, k_conv, grid, text_tokens, inner_model, key_norm, backend, return_fast_weights):
     _check(q, k, v, weights, grid, text_tokens)
-    call = Call(q.device, q.dtype, weights[0].shape[1], inner_model, key_norm, q_conv is not None)
+    call = Call(q.device, q.dtype, weights[0].shape[1], inner_model, key_norm, q_conv is not None, q.dtype == k.dtype == v.dtype)
     chosen = choose(call, backend)
     out, updated = chosen.run(q, k, v, weights, q_conv, k_conv, grid, text_tokens, inner_model, key_norm)
     return (out, updated) if return_fast_weights else out

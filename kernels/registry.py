@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import triton_backend
 from .reference import ttt_reference
 
 
@@ -28,6 +29,7 @@ class Call:
     inner_model: str
     key_norm: str
     locality: bool
+    same_dtype: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,16 @@ def _always(*_: object) -> None:
     return None
 
 
-_TORCH = Backend("torch", ttt_reference, _always, _always)
+def _run_torch(*args):
+    return ttt_reference(*args)
+
+
+_TRITON = Backend("triton", triton_backend.run, triton_backend.unavailable, triton_backend.refuses)
+_TORCH = Backend("torch", _run_torch, _always, _always)
 
 
 def _table() -> tuple[Backend, ...]:
-    return (_TORCH,)
+    return _TRITON, _TORCH
 
 
 def backends() -> list[BackendStatus]:

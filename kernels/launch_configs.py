@@ -1,0 +1,61 @@
+"""Launch configurations per family of NVIDIA GPUs, chosen by offline compilation (docs/kernels.md has the table).
+
+What decides is registers: the tiles below compile without spills at head size 64 and with at most 128 bytes at 128,
+inside each family's shared memory. No autotuning at a user's first picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes in tokens, hidden units per program, warps, pipeline stages. Every tile is a power of two >= 16."""
+
+    keys_tile: int
+    keys_warps: int
+    step_tile: int
+    step_hidden: int
+    step_warps: int
+    step_stages: int
+    apply_tile: int
+    apply_hidden: int
+    apply_warps: int
+    programs: int = 512  # how many programs a launch should at least have, a few for each multiprocessor
+
+
+STATS_TILE, STATS_CHANNELS, STATS_WARPS = 16, 64, 4
+
+_HALF_64 = Config(64, 4, 64, 32, 4, 2, 64, 64, 4)
+_HALF_128 = Config(32, 4, 64, 32, 8, 1, 64, 64, 8)
+_FP32_64 = Config(64, 4, 32, 32, 4, 1, 32, 32, 4)
+_FP32_128 = Config(32, 4, 32, 16, 8, 1, 32, 32, 8)
+
+_DEFAULT = {(64, False): _HALF_64, (128, False): _HALF_128, (64, True): _FP32_64, (128, True): _FP32_128}
+
+# Compute capability (major, minor) of a family's first member -> what differs from the default.
+_FAMILIES: dict[tuple[int, int], dict[tuple[int, bool], Config]] = {
+    (8, 0): {},
+    (8, 6): {},
+    (8, 9): {},
+    (9, 0): {},
+    (10, 0): {},
+    (12, 0): {},
+}
+
+FAMILIES = tuple(_FAMILIES)
+SHARED_LIMIT = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}  # KiB per block
+
+
+def config_for(capability: tuple[int, int] | None, head_dim: int, fp32: bool) -> Config:
+    """The row for a GPU; a capability between two families takes the older one, None (no NVIDIA GPU) the default."""
+    known = [family for family in _FAMILIES if capability is not None and family <= capability]
+    changes = _FAMILIES[max(known)] if known else {}
+    return changes.get((head_dim, fp32), _DEFAULT[head_dim, fp32])
+
+
+def strip_width(length: int, largest: int) -> int:
+    """The tile for grid rows of this length: the one that pads least, the larger on a tie. One of at most three."""
+    sizes = [t for t in (largest, largest // 2, largest // 4) if t >= 16]
+    return min(sizes, key=lambda t: (-(-length // t) * t, -t))
