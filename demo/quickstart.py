@@ -59,7 +59,8 @@ def without_ui(size: int, out: Path, repeats: int = 3, steps: int = 20, cfg: flo
     from ..ttt_core import TTTWeights
     from ..ttt_core.compare import Arm, compare
     from ..ttt_core.hosts.diffusers import attach, load_transformer
-    from ..ttt_core.plots import comparison_chart, side_by_side
+    from ..ttt_core.pictures import side_by_side
+    from ..ttt_core.plots import comparison_chart
     from . import digits
 
     transformer = load_transformer(PACK / "demo" / "models" / BASE, dtype=torch.float32)

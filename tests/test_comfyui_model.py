@@ -307,29 +307,3 @@ def test_untrained_says_so_and_trained_does_not(base):
     assert "UNTRAINED" in TTTLinearize.define_schema().description
     trained(host.attached(model).weights)
     assert "UNTRAINED" not in describe_weights(host.attached(model).weights, "auto")
-
-
-def test_compare_measures_both_arms_and_samples_what_ksampler_samples(base):
-    from comfy_ttt.nodes.compare import TTTCompare
-
-    model = linearize(base)
-    a, b, chart, speedup, table = run_node(
-        TTTCompare, model_a=base, model_b=model, positive=conditioning(1), negative=conditioning(2, tokens=5), latent=empty_latent(),
-        label_a="softmax", label_b="TTT", seed=0, steps=3, cfg=2.0, sampler_name="euler", scheduler="simple", repeats=2, warmup=1,
-    )  # fmt: skip
-    assert torch.equal(a["samples"], sample(base, steps=3, cfg=2.0)) and torch.equal(b["samples"], sample(model, steps=3, cfg=2.0))
-    assert chart.dim() == 4 and chart.shape[-1] == 3 and 0 <= float(chart.min()) and float(chart.max()) <= 1
-    assert speedup > 0 and "softmax" in table and "128 x 96" in table and "speed-up" in table
-
-
-def test_compare_can_be_cancelled(base):
-    import comfy.model_management as management
-
-    from comfy_ttt.ttt_core.hosts.comfy_sampling import Settings, compare_models
-
-    management.interrupt_current_processing()
-    with pytest.raises(management.InterruptProcessingException):
-        compare_models(
-            base, base, ("a", "b"), Settings(0, 2, 1.0, "euler", "simple"), conditioning(1), conditioning(2), empty_latent(), repeats=1
-        )
-    management.interrupt_current_processing(False)
