@@ -5,8 +5,10 @@ from pathlib import Path
 from comfy_api.latest import ComfyExtension, io
 
 from ..ttt_core.hosts.comfy_files import register_folders
+from .calibrate import TTTCalibrate
 from .compare import TTTCompare
 from .demo import TTTDemoPicture, TTTDemoPrompt
+from .finetune import TTTFineTune
 from .linearize import TTTLinearize
 from .load import TTTLoadModel, TTTLoadWeights
 from .save import TTTSaveWeights
@@ -16,6 +18,8 @@ NODES: list[type[io.ComfyNode]] = [
     TTTLoadModel,
     TTTLoadWeights,
     TTTSaveWeights,
+    TTTCalibrate,
+    TTTFineTune,
     TTTCompare,
     TTTDemoPrompt,
     TTTDemoPicture,

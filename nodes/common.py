@@ -33,13 +33,18 @@ def report_output() -> io.String.Output:
     return io.String.Output("report", tooltip="What was done, as text; connect Preview as Text to keep it in view.")
 
 
-def result(node: type[io.ComfyNode], *outputs, report: str) -> io.NodeOutput:
-    """The outputs followed by the report, which is also shown on the node itself."""
+def say_on(node: type[io.ComfyNode]):
+    """A function that shows a line of text on the running node; does nothing where there is no server to show it."""
     try:
         from server import PromptServer
 
-        if PromptServer.instance is not None:
-            PromptServer.instance.send_progress_text(report, node.hidden.unique_id)
+        server, node_id = PromptServer.instance, node.hidden.unique_id
     except (ImportError, AttributeError):
-        pass  # no server (a script or a test), or one without texts on nodes: the report output still carries it
+        return lambda text: None  # a script or a test
+    return lambda text: server.send_progress_text(text, node_id)
+
+
+def result(node: type[io.ComfyNode], *outputs, report: str) -> io.NodeOutput:
+    """The outputs followed by the report, which is also shown on the node itself."""
+    say_on(node)(report)
     return io.NodeOutput(*outputs, report, ui=ui.PreviewText(report))

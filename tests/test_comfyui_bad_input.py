@@ -139,7 +139,7 @@ def write(path, kind):
     if kind == "plain":
         full = random_tensors(shapes())
     elif kind == "small":
-        full = weights.layer_tensors()
+        full = weights.layer_tensors("weights")
     elif kind == "no recipe":
         full = {n: t for n, t in full.items() if not n.endswith("ttt.spec")}
     elif kind == "missing layer":

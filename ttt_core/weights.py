@@ -72,10 +72,11 @@ class TTTWeights:
     def trained(self) -> bool:
         return self.made.get("state") != "untrained"
 
-    def header(self) -> dict:
-        """What the spec tensor holds, as plain JSON data."""
+    def header(self, kind: str) -> dict:
+        """What the spec tensor holds, as plain JSON data. kind: weights (small file) or model (full model)."""
         return {
             "format": FORMAT,
+            "kind": kind,
             "spec": asdict(self.spec),
             "attentions": self.selection,
             "geometry": asdict(self.geometry),
@@ -84,28 +85,27 @@ class TTTWeights:
             "pack": VERSION,
         }
 
-    def layer_tensors(self) -> dict[str, Tensor]:
-        """{file name: tensor} of the TTT layers and the spec tensor, without the changed base tensors."""
+    def layer_tensors(self, kind: str = "model") -> dict[str, Tensor]:
+        """{file name: tensor} of the TTT layers and the spec tensor, without the changed base tensors; kind as in header."""
         tensors = {
             f"{PREFIX}{attention.path}.ttt.{name}": value.detach()
             for attention, layer in self.layers.items()
             for name, value in layer.state_dict().items()
         }
-        tensors[SPEC_KEY] = torch.tensor(list(json.dumps(self.header()).encode()), dtype=torch.uint8)
+        tensors[SPEC_KEY] = torch.tensor(list(json.dumps(self.header(kind)).encode()), dtype=torch.uint8)
         return tensors
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the small file, atomically. Raises TTTError when the folder cannot be written or a value is not finite."""
-        tensors = {**self.layer_tensors(), **self.base_changes}
+        tensors = {**self.layer_tensors("weights"), **self.base_changes}
         refuse_non_finite(tensors, f"The TTT layers for '{Path(path).name}'", "calibrate or train again with a lower rate; nothing was written")
         tensors = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items()}
-        header = self.header()
         metadata = {
             "ttt.format": str(FORMAT),
             "ttt.spec": self.spec.to_json(),
             "ttt.attentions": self.selection,
             "ttt.base": f"{self.geometry.name}, sketch {short_id(self.base_sketch)}",
-            "ttt.made": json.dumps(header["made"]),
+            "ttt.made": json.dumps(self.made),
             "ttt.pack": VERSION,
         }
         with atomic_write(path) as temporary:
@@ -119,7 +119,7 @@ class TTTWeights:
         try:
             with safe_open(path, framework="pt") as file:
                 names = list(file.keys())
-                if SPEC_KEY in names and any("x_embedder.proj.weight" in n for n in names):
+                if SPEC_KEY in names and file_kind(file.get_tensor(SPEC_KEY), name) == "model":
                     raise TTTError(f"'{name}' is a full converted model, not a small TTT file; load it with TTT Load Model.")
                 tensors = {n: file.get_tensor(n) for n in names} if SPEC_KEY in names else dict.fromkeys(names)
         except (SafetensorError, OSError) as e:
@@ -187,6 +187,11 @@ def refuse_non_finite(tensors: Mapping[str, Tensor], what: str, remedy: str) -> 
             raise TTTError(f"{what}: tensor {name} holds NaN or infinity; {remedy}.")
 
 
+def file_kind(spec: Tensor, source: str) -> str:
+    """``weights`` for a small file (which a full fine-tuning makes as large as a model), ``model`` for a full model."""
+    return _read_header(spec, source)["kind"]
+
+
 def _read_header(tensor: Tensor, source: str) -> dict:
     try:
         data = json.loads(bytes(tensor.to(torch.uint8).flatten().tolist()))
@@ -203,6 +208,7 @@ def _read_header(tensor: Tensor, source: str) -> dict:
         geometry = Geometry(**{**shape, "self_blocks": tuple(shape["self_blocks"])})
         spec = TTTSpec.from_json(json.dumps(data["spec"]))
         return {
+            "kind": str(data["kind"]),
             "spec": spec,
             "geometry": geometry,
             "attentions": str(data["attentions"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import TTTError
 from ..files import explain_unreadable
-from ..weights import SPEC_KEY, TTTWeights, split_full_model
+from ..weights import SPEC_KEY, TTTWeights, file_kind, split_full_model
 from .comfy import attach, model_geometry, model_sketch
 
 CATEGORY = "ttt"
@@ -46,15 +46,19 @@ def new_file(name: str) -> Path:
     """The next free path for a small file called `name` in models/ttt. Raises TTTError for a name that leaves it."""
     import folder_paths
 
-    folder = Path(folder_paths.get_folder_paths(CATEGORY)[0])
-    name = name.strip().removesuffix(".safetensors")
-    path = (folder / name).resolve()
-    if not name or not path.is_relative_to(folder.resolve()) or re.search(r'[<>:"|?*\x00-\x1f]', name):
-        raise TTTError(f"'{name}' is not a usable file name; write a plain name such as 'sd35m_paper', without '..' or a drive.")
+    path = Path(folder_paths.get_folder_paths(CATEGORY)[0]) / check_name(name)
     number = 1
     while (numbered := path.with_name(f"{path.name}_{number:05}.safetensors")).exists():
         number += 1
     return numbered
+
+
+def check_name(name: str) -> str:
+    """The file name without extension, subfolders allowed. Raises TTTError for one that is empty or leaves its folder."""
+    name = name.strip().removesuffix(".safetensors").replace("\\", "/")
+    if not name or name.startswith("/") or ".." in name.split("/") or re.search(r'[<>:"|?*\x00-\x1f]', name):
+        raise TTTError(f"'{name}' is not a usable file name; write a plain name such as 'sd35m_paper', without '..' or a drive.")
+    return name
 
 
 def load_full_model(path: Path, weight_dtype: str = "default", backend: str = "auto"):
@@ -70,10 +74,10 @@ def load_full_model(path: Path, weight_dtype: str = "default", backend: str = "a
     ttt = split_full_model(tensors)
     if not ttt:
         raise TTTError(f"'{path.name}' has no TTT layers, it is a plain model; load it with Load Diffusion Model and add TTT Linearize.")
-    if not any("x_embedder.proj.weight" in n for n in tensors):
-        raise TTTError(f"'{path.name}' is a small TTT file, not a full model; load its base and add TTT Load Weights.")
     if SPEC_KEY not in ttt:
         raise TTTError(f"'{path.name}' holds TTT layers but no recipe ({SPEC_KEY}); save it again from a TTT model.")
+    if file_kind(ttt[SPEC_KEY], path.name) == "weights":
+        raise TTTError(f"'{path.name}' is a small TTT file, not a full model; load its base and add TTT Load Weights.")
     weights = TTTWeights.from_tensors(ttt, path.name)
     options = {"metadata": metadata, "model_options": _model_options(weight_dtype)}
     known = inspect.signature(comfy.sd.load_diffusion_model_state_dict).parameters
