@@ -1,12 +1,12 @@
 """Launch configurations per family of NVIDIA GPUs, chosen by offline compilation (docs/kernels.md has the table).
 
-What decides is registers: the tiles below compile without spills at head size 64 and with at most 128 bytes at 128,
-inside each family's shared memory. No autotuning at a user's first picture.
+What decides is registers: in bf16 and fp16 the tiles below compile without spills at head size 64 and with at most
+128 bytes at 128, inside each family's shared memory. No autotuning at a user's first picture.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,27 @@ class Config:
 
 STATS_TILE, STATS_CHANNELS, STATS_WARPS = 16, 64, 4
 
-_HALF_64 = Config(64, 4, 64, 32, 4, 2, 64, 64, 4)
-_HALF_128 = Config(32, 4, 64, 32, 8, 1, 64, 64, 8)
-_FP32_64 = Config(64, 4, 32, 32, 4, 1, 32, 32, 4)
-_FP32_128 = Config(32, 4, 32, 16, 8, 1, 32, 32, 8)
+_BASE = {  # (head size, fp32)
+    (64, False): Config(32, 4, 32, 32, 4, 2, 32, 64, 4),
+    (128, False): Config(32, 8, 32, 16, 8, 1, 16, 64, 8),
+    (64, True): Config(32, 4, 16, 16, 8, 1, 16, 64, 8),
+    (128, True): Config(32, 8, 16, 16, 8, 1, 16, 16, 8),
+}
 
-_DEFAULT = {(64, False): _HALF_64, (128, False): _HALF_128, (64, True): _FP32_64, (128, True): _FP32_128}
+# Hopper's and data-centre Blackwell's matrix units read operands from shared memory, which leaves registers for larger
+# tiles, and they want 64 rows.
+_WIDE = {
+    (64, False): replace(_BASE[64, False], step_tile=64),
+    (128, False): replace(_BASE[128, False], step_tile=64, step_hidden=32, step_stages=2),
+}
 
-# Compute capability (major, minor) of a family's first member -> what differs from the default.
+# Compute capability of a family's first member -> what differs from the base.
 _FAMILIES: dict[tuple[int, int], dict[tuple[int, bool], Config]] = {
     (8, 0): {},
     (8, 6): {},
     (8, 9): {},
-    (9, 0): {},
-    (10, 0): {},
+    (9, 0): _WIDE,
+    (10, 0): _WIDE,
     (12, 0): {},
 }
 
@@ -52,7 +59,7 @@ def config_for(capability: tuple[int, int] | None, head_dim: int, fp32: bool) ->
     """The row for a GPU; a capability between two families takes the older one, None (no NVIDIA GPU) the default."""
     known = [family for family in _FAMILIES if capability is not None and family <= capability]
     changes = _FAMILIES[max(known)] if known else {}
-    return changes.get((head_dim, fp32), _DEFAULT[head_dim, fp32])
+    return changes.get((head_dim, fp32), _BASE[head_dim, fp32])
 
 
 def strip_width(length: int, largest: int) -> int:

@@ -41,12 +41,12 @@ def load_weight(pointers, kind: tl.constexpr, SCALE: tl.constexpr, EMULATE: tl.c
 
 
 @triton.jit
-def load_peak(peaks, splits, channels):
-    """Largest of (splits, C) magnitudes over all splits and the [D] channels of the pointers."""
+def load_peak(peaks, splits, channels, least: tl.constexpr):
+    """Largest of (splits, C) magnitudes over all splits and the [D] channels of the pointers, and at least `least`."""
     largest = tl.load(peaks)
     for split in range(1, splits):
         largest = tl.maximum(largest, tl.load(peaks + split * channels))
-    return tl.maximum(tl.max(largest, 0), 1e-30)
+    return tl.maximum(tl.max(largest, 0), least)
 
 
 @triton.jit

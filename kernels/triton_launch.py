@@ -14,13 +14,47 @@ from .triton_apply import apply_kernel
 from .triton_keys import keys_kernel, stats_kernel
 from .triton_step import error_kernel, step_kernel, update_kernel
 
-# fused multiply-add is asked for explicitly: without it the kernels grow by an eighth, and Triton 3.10 turns it off
-_FUSE = dict(enable_fp_fusion=True)
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with everything that is compiled into it."""
+
+    kernel: object
+    constants: dict
+    warps: int
+    stages: int = 1
+
+    # asked for explicitly: without fused multiply-add the kernels grow by an eighth, and Triton 3.10 turns it off
+    fusion = True
+
+    def __call__(self, grid: tuple[int, ...], *args) -> None:
+        self.kernel[grid](
+            *args, **self.constants, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=self.fusion
+        )
+
+
+def specialise(
+    c: Config, dim: int, dtype: torch.dtype, swiglu: bool, conv: bool, keys_tile: int, apply_tile: int, *,
+    emulate: bool = False, hip: bool = False,
+) -> dict[str, Launch]:
+    """The kernels of one kind of layer; also what the offline compilation test and table compile."""
+    fp32, scale = dtype == torch.float32, dtype == torch.float16
+    dots = dict(PRECISION=("ieee" if hip else "tf32x3") if fp32 else "tf32", EMULATE=emulate)
+    step = dict(T=c.step_tile, D=dim, HB=c.step_hidden, SCALE=scale, **dots)
+    apply = dict(T=apply_tile, D=dim, HB=c.apply_hidden, CONV=conv, SWIGLU=swiglu, HALF=not fp32, **dots)
+    return dict(
+        stats=Launch(stats_kernel, dict(T=STATS_TILE, CB=STATS_CHANNELS, PEAK=scale), STATS_WARPS),
+        keys=Launch(keys_kernel, dict(T=keys_tile, D=dim, CONV=conv, EMULATE=emulate), c.keys_warps),
+        error=Launch(error_kernel, step, c.step_warps),
+        step=Launch(step_kernel, dict(step, SWIGLU=swiglu), c.step_warps, c.step_stages),
+        update=Launch(update_kernel, dict(D=dim, N=3 if swiglu else 2, PACK=not fp32), 4 if dim == 64 else 8),
+        apply=Launch(apply_kernel, apply, c.apply_warps),
+    )
 
 
 def interpreted() -> bool:
     """True when Triton's interpreter runs the kernels (TRITON_INTERPRET=1 before the first use), so CPU tensors do."""
-    return not hasattr(stats_kernel, "device_caches") and type(stats_kernel).__name__ == "InterpretedFunction"
+    return type(stats_kernel).__name__ == "InterpretedFunction"
 
 
 @dataclass(frozen=True)
@@ -34,6 +68,10 @@ class _Patches:
     strips: int
     image_programs: int
     programs: int
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        return self.text, self.height, self.width, self.rows, self.strips, self.image_programs
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -65,6 +103,11 @@ def _taps(conv: tuple[Tensor, Tensor] | None, empty: Tensor) -> tuple[Tensor, Te
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _steps(x: Tensor) -> tuple[int, int]:
+    """Strides of batch and token."""
+    return x.stride(0), x.stride(1)
 
 
 def _device(x: Tensor):
@@ -100,14 +143,15 @@ def fused_forward(
     batch, tokens, channels = q.shape
     heads, dim = weights[0].shape[0], weights[0].shape[1]
     parts, swiglu = len(weights), len(weights) == 3
-    fp32 = q.dtype == torch.float32
+    fp32, scale = q.dtype == torch.float32, q.dtype == torch.float16
     c = config or launch_config(q.device, dim, q.dtype)
-    emulate = interpreted()
-    precision = ("tf32x3" if torch.version.hip is None else "ieee") if fp32 else "tf32"
-    scale = q.dtype == torch.float16
-    dots = dict(PRECISION=precision, EMULATE=emulate)
     conv = q_conv is not None
     text, (height, width) = (text_tokens, grid) if conv else (tokens, (0, 0))
+    keys_tile, apply_tile = (strip_width(width or tokens, largest) for largest in (c.keys_tile, c.apply_tile))
+    run = specialise(
+        c, dim, q.dtype, swiglu, conv, keys_tile, apply_tile,
+        emulate=interpreted(), hip=torch.version.hip is not None,
+    )
     w1, w2, w3 = weights[0], weights[1], weights[-1]
     k_taps, k_bias = _taps(k_conv, w1)
     q_taps, q_bias = _taps(q_conv, w1)
@@ -116,58 +160,46 @@ def fused_forward(
         return torch.empty(shape, device=q.device, dtype=dtype)
 
     with _device(q):
-        block = min(STATS_CHANNELS, dim)
-        splits, chunk = _splits(tokens, STATS_TILE, batch * channels // block, c.programs)
+        blocks = channels // STATS_CHANNELS
+        splits, chunk = _splits(tokens, STATS_TILE, batch * blocks, c.programs)
         means, squares = empty(batch, splits, channels), empty(batch, splits, channels)
         peaks, peak_splits = empty(batch, splits, channels) if scale else means, splits
-        stats_kernel[splits, channels // block, batch](
-            k, v, means, squares, peaks, tokens, chunk, splits, channels,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            T=STATS_TILE, CB=block, PEAK=scale, num_warps=STATS_WARPS, num_stages=1, **_FUSE,
+        run["stats"](
+            (splits, blocks, batch), k, v, means, squares, peaks, tokens, chunk, splits, channels, *_steps(k), *_steps(v)
         )
 
-        tile = strip_width(width or tokens, c.keys_tile)
-        p = _patches(text, height, width, tile, batch * heads, c.programs)
+        p = _patches(text, height, width, keys_tile, batch * heads, c.programs)
         keys = empty(batch, tokens, channels, dtype=q.dtype)
-        keys_kernel[p.programs, heads, batch](
-            k, means, squares, k_taps, k_bias, keys, tokens, chunk, splits, p.text, p.height, p.width, p.rows, p.strips,
-            p.image_programs, channels, k.stride(0), k.stride(1), INSTANCE_EPS,
-            T=tile, D=dim, CONV=conv, EMULATE=emulate, num_warps=c.keys_warps, num_stages=1, **_FUSE,
+        run["keys"](
+            (p.programs, heads, batch), k, means, squares, k_taps, k_bias, keys, tokens, chunk, splits, *p.arguments,
+            channels, *_steps(k), INSTANCE_EPS,
         )
 
         values = v
         if not swiglu:
             values = torch.empty_like(keys)
-            error_kernel[_cdiv(tokens, c.step_tile), heads, batch](
-                keys, v, w1, w2, peaks, values, tokens, peak_splits, channels, v.stride(0), v.stride(1),
-                T=c.step_tile, D=dim, HB=c.step_hidden, SCALE=scale, **dots, num_warps=c.step_warps, num_stages=1, **_FUSE,
+            run["error"](
+                (_cdiv(tokens, c.step_tile), heads, batch), keys, v, w1, w2, peaks, values, tokens, peak_splits,
+                channels, *_steps(v),
             )
 
         pieces = heads * (dim // c.step_hidden)
         splits, chunk = _splits(tokens, c.step_tile, batch * pieces, c.programs)
         partial = empty(batch, heads, splits, parts, dim, dim)
-        step_kernel[splits, pieces, batch](
-            keys, values, w1, w2, w3, peaks, partial, tokens, chunk, peak_splits, channels, values.stride(0), values.stride(1),
-            T=c.step_tile, D=dim, HB=c.step_hidden, SWIGLU=swiglu, SCALE=scale, **dots,
-            num_warps=c.step_warps, num_stages=c.step_stages, **_FUSE,
+        run["step"](
+            (splits, pieces, batch), keys, values, w1, w2, w3, peaks, partial, tokens, chunk, peak_splits, channels,
+            *_steps(values),
         )
 
         updated = empty(parts, batch, heads, dim, dim)
         packed = updated if fp32 else torch.empty_like(updated, dtype=torch.float16)
         scales = empty(parts, batch, heads)
         rate = (1.0 if swiglu else -1.0) * dim**-0.5 / tokens
-        update_kernel[parts, heads, batch](
-            partial, w1, w2, w3, updated, packed, scales, splits, rate,
-            D=dim, N=parts, PACK=not fp32, num_warps=4 if dim == 64 else 8, num_stages=1, **_FUSE,
-        )
+        run["update"]((parts, heads, batch), partial, w1, w2, w3, updated, packed, scales, splits, rate)
 
-        tile = strip_width(width or tokens, c.apply_tile)
-        p = _patches(text, height, width, tile, batch * heads, c.programs)
+        p = _patches(text, height, width, apply_tile, batch * heads, c.programs)
         out = empty(batch, tokens, channels, dtype=q.dtype)
-        apply_kernel[p.programs, heads, batch](
-            q, q_taps, q_bias, packed, scales, out, tokens, p.text, p.height, p.width, p.rows, p.strips,
-            p.image_programs, channels, q.stride(0), q.stride(1),
-            T=tile, D=dim, HB=c.apply_hidden, CONV=conv, SWIGLU=swiglu, HALF=not fp32, **dots,
-            num_warps=c.apply_warps, num_stages=1, **_FUSE,
+        run["apply"](
+            (p.programs, heads, batch), q, q_taps, q_bias, packed, scales, out, tokens, *p.arguments, channels, *_steps(q)
         )
     return out, updated

@@ -16,7 +16,7 @@ def error_kernel(
     T: tl.constexpr, D: tl.constexpr, HB: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr, EMULATE: tl.constexpr,
 ):
-    """mlp2 only: out = silu(k w1) w2 - v (divided by v's peak if SCALE), (B, N, C) contiguous; step_kernel's v.
+    """mlp2 only: out = silu(k w1) w2 - v (divided by v's peak, if above 1, if SCALE), (B, N, C) contiguous; step_kernel's v.
 
     Grid (token tiles, heads, B). A pass of its own, as the error needs every hidden unit and step_kernel splits them.
     """
@@ -39,7 +39,7 @@ def error_kernel(
     vt = tl.load(v + batch * v_batch + token * v_token + head * D + column[None, :], mask=inside, other=0.0)
     error = total - vt.to(tl.float32)
     if SCALE:
-        error /= load_peak(peaks + batch * peak_splits * channels + head * D + column, peak_splits, channels)
+        error /= load_peak(peaks + batch * peak_splits * channels + head * D + column, peak_splits, channels, 1.0)
     tl.store(out + own, cast(error, kt.dtype, EMULATE), mask=inside)
 
 
@@ -71,8 +71,9 @@ def step_kernel(
     g1 = tl.zeros([D, HB], tl.float32)
     g_last = tl.zeros([HB, D], tl.float32)
     peak, shrink = 1.0, 1.0
+    least: tl.constexpr = 1e-30 if SWIGLU else 1.0  # mlp2's error also holds f(k), which may be larger than v
     if SCALE:
-        peak = load_peak(peaks + batch * peak_splits * channels + head * D + column, peak_splits, channels)
+        peak = load_peak(peaks + batch * peak_splits * channels + head * D + column, peak_splits, channels, least)
         shrink = 1.0 / peak
     own = keys + batch * tokens * channels + head * D + column[None, :]
     values = v + batch * v_batch + head * D + column[None, :]
