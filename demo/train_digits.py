@@ -115,16 +115,16 @@ def save(model, path: Path, facts: dict) -> None:
         save_file(tensors, temporary, metadata=header)
 
 
-def start_from(path: Path, *models) -> int:
-    """Load an earlier file of this script into ``models``; returns the steps already made."""
+def start_from(path: Path, *models) -> tuple[int, float]:
+    """Load an earlier file of this script into ``models``; returns the steps and minutes already spent on it."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         tensors = to_diffusers({name: file.get_tensor(name).float() for name in file.keys()})
-        steps = int(file.metadata().get("steps", 0))
+        header = file.metadata()
     for model in models:
         model.load_state_dict(tensors)
-    return steps
+    return int(header["steps"]), float(header["minutes"])
 
 
 def train(args) -> None:
@@ -132,7 +132,7 @@ def train(args) -> None:
     rng, generator = random.Random(args.seed), torch.Generator().manual_seed(args.seed)
     model = build(args.seed)
     average = build(args.seed)  # exponential moving average of the weights, the model that is kept
-    earlier = start_from(args.start_from, model, average) if args.start_from else 0
+    earlier = start_from(args.start_from, model, average) if args.start_from else (0, 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.99), weight_decay=0.01)
 
     start, recent, step = time.monotonic(), [], 0
@@ -166,36 +166,40 @@ def train(args) -> None:
             print(f"step {step}/{args.steps}  loss {sum(recent) / len(recent):.4f}  {passed:.1f} min, "
                   f"about {left:.1f} min left", flush=True)
         if args.save_every and step % args.save_every == 0:
-            save(average, args.out, facts(args, earlier + step, start, hold_out_loss(average)))
+            save(average, args.out, facts(args, earlier, step, start, hold_out_loss(average)))
 
+    made = facts(args, earlier, step, start, None)
     loss16, loss32 = hold_out_loss(average, 16), hold_out_loss(average, 32)
+    made.update(hold_out_flow_loss=loss16, hold_out_flow_loss_32=loss32)
+    save(average, args.out, made)
+    print("trained and saved; now sampling", flush=True)
     scores = {f"{w}x{h}": sample_accuracy(average, h, w)[0] for h, w in ((64, 64), (128, 128), (128, 96))}
-    save(average, args.out, {**facts(args, earlier + step, start, loss16), "hold_out_flow_loss_32": loss32,
-                             "sample_accuracy_cfg3_20_steps": scores})
+    save(average, args.out, {**made, "sample_accuracy_cfg3_20_steps": scores})
     print(f"hold-out flow loss {loss16:.4f} (latent 16 x 16), {loss32:.4f} (32 x 32)")
     for name, score in scores.items():
         print(f"samples read as the digit asked for, {name} pixels, cfg 3, 20 steps: {score:.0%}")
     print(f"wrote {args.out}")
 
 
-def facts(args, step: int, start: float, loss: float) -> dict:
-    """What the header tells about the training."""
+def facts(args, earlier: tuple[int, float], step: int, start: float, loss: float | None) -> dict:
+    """What the header tells about the training; ``earlier`` is what `start_from` gave."""
     return {
         "data": "scikit-learn load_digits, first 1617 of 1797 pictures; the last 180 held out",
         "training": "rectified flow, AdamW, EMA, prompts dropped 10 %; comfy_ttt/demo/train_digits.py",
-        "steps": step, "seed": args.seed, "minutes": round((time.monotonic() - start) / 60, 1),
+        "steps": earlier[0] + step, "continued_at_step": earlier[0], "seed": args.seed,
+        "minutes": round(earlier[1] + (time.monotonic() - start) / 60, 1),
         "hold_out_flow_loss": loss, "config": CONFIG,
     }
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (default 4000)")
-    parser.add_argument("--minutes", type=float, default=60, help="stop after this time, the schedule follows (default 60)")
+    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (default %(default)s)")
+    parser.add_argument("--minutes", type=float, default=60, help="stop by then, the schedule follows (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-every", type=int, default=500, help="steps between intermediate files, 0 for none")
-    parser.add_argument("--start-from", type=Path, help="continue from a file this script wrote (weights only, a new schedule)")
+    parser.add_argument("--start-from", type=Path, help="continue from a file of this script, with a new schedule")
     parser.add_argument("--out", type=Path, default=digits.MODEL)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

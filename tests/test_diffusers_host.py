@@ -1,15 +1,15 @@
 """The diffusers host: names, loading, the same numbers as ComfyUI, and attaching TTT layers."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 diffusers = pytest.importorskip("diffusers")
+
+from conftest import COMFYUI
 
 from comfy_ttt.demo import digits
 from comfy_ttt.ttt_core import AttentionId, TTTError, TTTSpec, TTTWeights, read_geometry
@@ -167,25 +167,15 @@ save_file(out, cases)
 SIZES = {"square": (16, 16), "wide": (24, 32), "tall": (44, 26), "row": (2, 40), "odd": (25, 43), "odd_both": (17, 13)}
 
 
-def find_comfyui() -> Path | None:
-    for place in (os.environ.get("COMFYUI_PATH"), "~/comfy/ComfyUI"):
-        if place and (Path(place).expanduser() / "comfy" / "sd.py").is_file():
-            return Path(place).expanduser()
-    return None
-
-
 @pytest.mark.comfyui
 def test_velocity_equals_comfyuis(tmp_path, transformer):
-    comfyui = find_comfyui()
-    if comfyui is None:
-        pytest.skip("no ComfyUI at $COMFYUI_PATH or ~/comfy/ComfyUI")
     generator = torch.Generator().manual_seed(0)
     latents = {n: torch.randn(2, 16, *size, generator=generator) for n, size in SIZES.items()}
     context, pooled = digits.encode_digits([3, None])
     t = torch.tensor([900.0, 130.5])
     cases = tmp_path / "cases.safetensors"
     save_file({**{"x." + n: x for n, x in latents.items()}, "context": context, "pooled": pooled, "t": t}, cases)
-    run = subprocess.run([sys.executable, "-c", COMFY, str(comfyui), str(digits.MODEL), str(cases)], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", COMFY, str(COMFYUI), str(digits.MODEL), str(cases)], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     theirs = load_file(cases)
     for name, x in latents.items():
