@@ -46,7 +46,7 @@ def why_no_browser() -> str | None:
     return None
 
 
-def ui_server(root: Path, base: Path, language: str = "en") -> ComfyServer:
+def ui_server(root: Path, base: Path, *extra: str, language: str = "en") -> ComfyServer:
     """A ComfyUI on the CPU that serves the installed frontend, its first-start dialogs put away; to be entered."""
     arguments = ["--cpu"]
     if importlib.util.find_spec("comfyui_workflow_templates") is None:  # large, and not needed here
@@ -57,7 +57,7 @@ def ui_server(root: Path, base: Path, language: str = "en") -> ComfyServer:
     known = {"Comfy.TutorialCompleted": True, "Comfy.Locale": language, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}
     known["LiteGraph.Canvas.MinFontSizeForLOD"] = 0  # texts are drawn however small the graph is shown
     settings.write_text(json.dumps(known))
-    return ComfyServer(root, base, tuple(arguments))
+    return ComfyServer(root, base, (*arguments, *extra))
 
 
 class Browser:
@@ -107,6 +107,41 @@ class Browser:
                 return !a || !b || b.link !== l.id || !LiteGraph.isValidConnection(a.type, b.type)
             }).map(l => [l.id, l.origin_id, l.origin_slot, l.target_id, l.target_slot])"""
         )
+
+    def add_from_search(self, text: str, at: tuple[int, int]) -> int:
+        """Double-clicks the empty canvas at these pixels, types into the search box, takes the first hit; the new node's id."""
+        before = {n["id"] for n in self.nodes()}
+        self.page.mouse.dblclick(*at)
+        box = self.page.locator("input:focus")
+        box.wait_for(timeout=20_000)
+        self.page.keyboard.type(text, delay=30)
+        time.sleep(1.5)
+        self.page.keyboard.press("Enter")
+        self.page.wait_for_function("count => app.graph._nodes.length > count", arg=len(before), timeout=20_000)
+        time.sleep(0.5)
+        self.page.mouse.click(at[0], at[1] + 300)  # some versions let the new node follow the mouse until a click
+        self.page.keyboard.press("Escape")
+        return next(n["id"] for n in self.nodes() if n["id"] not in before)
+
+    def slot_at(self, node: int, is_input: bool, slot: int) -> tuple[float, float]:
+        """Where on the page a slot of a node is drawn."""
+        return tuple(
+            self.page.evaluate(
+                """([id, isInput, slot]) => {
+                    const node = app.graph.getNodeById(id), ds = app.canvas.ds, box = app.canvas.canvas.getBoundingClientRect()
+                    const [x, y] = isInput ? node.getInputPos(slot) : node.getOutputPos(slot)
+                    return [(x + ds.offset[0]) * ds.scale + box.left, (y + ds.offset[1]) * ds.scale + box.top]
+                }""",
+                [node, is_input, slot],
+            )
+        )
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        self.page.mouse.move(*start)
+        self.page.mouse.down()
+        self.page.mouse.move(*end, steps=12)
+        self.page.mouse.up()
+        time.sleep(0.5)
 
     def is_running(self) -> bool:
         """Whether a prompt is queued or running."""

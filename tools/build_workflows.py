@@ -20,7 +20,7 @@ BASE, TINY_BASE, TINY_LAYERS = "sd3.5_medium.safetensors", "ttt_tiny_digits.safe
 ENCODERS = ("clip_g.safetensors", "clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors")
 CALIBRATED, CONVERTED = "sd35m_paper_00001.safetensors", "sd35m_ttt_00001_.safetensors"
 PROMPT = "a photograph of a red fox sitting in tall grass at sunset, sharp focus, soft light"
-GREEN, PURPLE, BROWN = "#3f7a4f", "#6a4f8a", "#8a6a3f"
+GREEN, PURPLE, BROWN = "#6bbf7f", "#a98ae0", "#d0a860"
 
 FILES = """## Files for this workflow
 Into `models/checkpoints`:

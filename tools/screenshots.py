@@ -53,7 +53,7 @@ def thumbnail(browser: Browser, path: Path) -> None:
 
 def run_quickstart(browser: Browser, seconds: float = 900, on_progress=None) -> None:
     """Presses Run and waits until the last picture is there."""
-    browser.page.get_by_test_id("queue-button").get_by_role("button").first.click()
+    browser.page.get_by_test_id("queue-button").click()
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(1)

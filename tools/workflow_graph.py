@@ -7,6 +7,7 @@ that neither file can disagree with the nodes or with the other file.
 from __future__ import annotations
 
 import math
+import re
 import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,7 +114,7 @@ class Graph:
         self.nodes: list[Node] = []
 
     @contextmanager
-    def group(self, title: str, column: int, width: int = 340, color: str = "#3f789e"):
+    def group(self, title: str, column: int, width: int = 340, color: str = "#5fb0e5"):
         self.groups.append(Group(title, column, width, color))
         yield
 
@@ -139,7 +140,7 @@ class Graph:
     def note(self, text: str) -> None:
         """A note in Markdown, as high as its text needs."""
         width = self.groups[-1].width
-        lines = text.strip().split("\n")
+        lines = re.sub(r"\]\(\S+\)", "", text.strip()).split("\n")  # addresses do not show
         high = sum(16 * max(1, math.ceil(len(line) * 6.2 / (width - 50))) + (18 if line.startswith("#") else 4) for line in lines)
         self.groups[-1].items.append(Note(text.strip(), width, high + 50))
 
