@@ -208,7 +208,7 @@ def _read_header(tensor: Tensor, source: str) -> dict:
         geometry = Geometry(**{**shape, "self_blocks": tuple(shape["self_blocks"])})
         spec = TTTSpec.from_json(json.dumps(data["spec"]))
         return {
-            "kind": str(data["kind"]),
+            "kind": str(data.get("kind", "weights")),
             "spec": spec,
             "geometry": geometry,
             "attentions": str(data["attentions"]),
