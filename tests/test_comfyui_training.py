@@ -168,7 +168,7 @@ def test_cancelled_calibration_keeps_what_is_fitted(base, monkeypatch):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(sizes="100x100"), "multiples of 16"),
+        (dict(sizes="100x100"), "not a multiple of 16"),
         (dict(sizes="big"), "Cannot read the size 'big'"),
         (dict(filename="../x"), "not a usable file name"),
         (dict(samples=2), "samples is 2"),
@@ -267,3 +267,17 @@ def test_gradients_reach_every_trained_parameter_and_no_other(base):
     silent = [n for n, g in seen.items() if not g > 0]
     assert not silent
     assert all(p.grad is None and not p.requires_grad for p in base.model.diffusion_model.parameters())
+
+
+def test_what_cannot_fit_is_refused_before_the_first_step_with_what_would(base, monkeypatch):
+    import comfy.model_management as management
+
+    said = []
+    monkeypatch.setattr("comfy_ttt.nodes.finetune.say_on", lambda node: said.append)
+    fine_tune(linearize(base), "fits", steps=1)
+    assert any("Fine-tuning (ttt, batch 2, latent 12 x 16): about 0." in line for line in said)
+    monkeypatch.setattr(management, "get_free_memory", lambda *_: 12 * 2**20)
+    with pytest.raises(TTTError, match=r"Fine-tuning \(full.* needs about .* GiB, and .* are free.*would need about"):
+        fine_tune(linearize(base), "full", train="full", gradient_checkpointing=False)
+    with pytest.raises(TTTError, match="Calibrating .* needs about"):
+        calibrate(linearize(base), sizes="1024x1024")

@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from ..calibrate import CalibrationReport, CalibrationSettings, calibrate
+from ..compare_series import parse_sizes
 from ..errors import TTTError
 from ..finetune import FineTune, FineTuneSettings, StepReport
 from ..loss_curve import loss_curve
+from ..memory import MemoryEstimate, estimate_calibration, estimate_finetuning
 from ..pictures import side_by_side
 from ..progress import Progress
 from ..trajectory import euler
@@ -38,8 +40,14 @@ def calibrate_model(
     found = require_attached(model, "TTT Calibrate")
     new_file(filename)  # a name that cannot be used is refused now and not after the work
     trainable = ComfyTrainable(model, null=first_entry(negative), backend=found.backend)
-    shapes = parse_sizes(sizes) or [tuple(latent["samples"].shape[-2:])]
+    shapes = [(h // 8, w // 8) for w, h in parse_sizes(sizes)] or [tuple(latent["samples"].shape[-2:])]
     bar, shown = comfy.utils.ProgressBar(1000), _Curve()
+
+    largest = max(shapes, key=lambda s: s[0] * s[1])
+    estimate = estimate_calibration(
+        base_shapes(trainable), found.weights.spec, settings, largest, text_tokens=_longest(positive, negative), dtype=_estimated_type(trainable)
+    )
+    _check_memory(estimate, trainable, say)
 
     def progress(now: Progress) -> None:
         shown.add(now.loss)
@@ -95,6 +103,12 @@ def fine_tune_model(
     state = folder / f"{check_name(filename)}.state.safetensors"
     with torch.inference_mode(False):
         tuning = FineTune(trainable, found.weights, examples_from(trainable, latents, positive), settings)
+    largest = max(tuning.examples.sizes, key=lambda s: s[0] * s[1])
+    prompts = [e for conditioning in positive for e in conditioning]
+    estimate = estimate_finetuning(
+        base_shapes(trainable), found.weights.spec, settings, largest, text_tokens=_longest(prompts, negative), dtype=_estimated_type(trainable)
+    )
+    _check_memory(estimate, trainable, say)
     if state.is_file():
         if resume:
             tuning.resume(state)
@@ -152,26 +166,35 @@ def _decode(model: ComfyTrainable, latent: torch.Tensor, vae) -> torch.Tensor:
     return ((latent[0].float().cpu().movedim(0, -1) @ factors + 1) / 2).clamp(0, 1)
 
 
-def parse_sizes(text: str) -> list[tuple[int, int]]:
-    """Latent sizes (h, w) of picture sizes written as "1024x1024 832x1216" (width x height). Raises TTTError."""
-    sizes = []
-    for word in text.replace(",", " ").split():
-        width, _, height = word.lower().partition("x")
-        if not (width.isdigit() and (height or width).isdigit()):
-            raise TTTError(f"Cannot read the size '{word}'; write width x height in pixels, such as '1024x1024 832x1216'.")
-        width, height = int(width), int(height or width)
-        if min(width, height) < 64 or width % 16 or height % 16:
-            raise TTTError(f"The size '{word}' cannot be sampled; both sides must be multiples of 16 pixels and at least 64.")
-        sizes.append((height // 8, width // 8))
-    return sizes
-
-
 def first_entry(conditioning: list | None) -> list | None:
     """The first entry of an optional CONDITIONING, as tensors that training may touch."""
     if not conditioning:
         return None
     with torch.inference_mode(False):
         return clone_entries(conditioning[:1])[0]
+
+
+def base_shapes(model: ComfyTrainable) -> dict[str, tuple[int, ...]]:
+    return {n: tuple(t.shape) for n, t in model.base_tensors().items()}
+
+
+def _estimated_type(model: ComfyTrainable) -> torch.dtype:
+    """The estimator counts base and activations in one type; an 8-bit base is counted as half precision, on the safe side."""
+    return torch.float32 if model.dtype == torch.float32 else torch.bfloat16
+
+
+def _longest(positive: Sequence[list], negative: list | None) -> int:
+    return max(context.shape[1] for context, _ in [*positive, *(negative or [])])
+
+
+def _check_memory(estimate: MemoryEstimate, model: ComfyTrainable, say: Say) -> None:
+    """Says what will be needed; raises TTTError with what would fit instead when it is more than there is."""
+    import comfy.model_management as management
+
+    loaded = sum(t.numel() * t.element_size() for t in model.base_tensors().values())  # there already, and in the estimate too
+    if refusal := estimate.refusal(int(management.get_free_memory(model.device)) + loaded):
+        raise TTTError(refusal)
+    say(estimate.text())
 
 
 def _training_folder() -> Path:
