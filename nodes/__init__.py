@@ -9,6 +9,7 @@ from .calibrate import TTTCalibrate
 from .compare import TTTCompare
 from .demo import TTTDemoPicture, TTTDemoPrompt
 from .finetune import TTTFineTune
+from .inspect import TTTInspect
 from .linearize import TTTLinearize
 from .load import TTTLoadModel, TTTLoadWeights
 from .save import TTTSaveWeights
@@ -21,6 +22,7 @@ NODES: list[type[io.ComfyNode]] = [
     TTTCalibrate,
     TTTFineTune,
     TTTCompare,
+    TTTInspect,
     TTTDemoPrompt,
     TTTDemoPicture,
 ]

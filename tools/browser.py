@@ -148,6 +148,12 @@ class Browser:
         queue = self.server.get("/queue")
         return bool(queue["queue_running"] or queue["queue_pending"])
 
+    def failure(self) -> str | None:
+        """What the last prompt that ended failed with, or None."""
+        entries = list(self.server.get("/history").values())
+        messages = entries[-1]["status"]["messages"] if entries else []
+        return next((f"{m['node_type']}: {m['exception_message'].strip()}" for kind, m in messages if kind == "execution_error"), None)
+
     def fit(self, margin: tuple[int, int, int, int] = (70, 100, 20, 20)) -> None:
         """Scales the view so that the whole graph shows; margin: left, top, right, bottom in pixels."""
         (width, height), (left, top, right, bottom) = self.size, margin

@@ -59,6 +59,8 @@ def run_quickstart(browser: Browser, seconds: float = 900, on_progress=None) -> 
         time.sleep(1)
         if on_progress is not None:
             on_progress()
+        if failure := browser.failure():
+            raise RuntimeError(f"the quickstart failed: {failure}")
         with_pictures = {n["type"] for n in browser.nodes() if n["images"]}
         if {"SaveImage", "TTTCompare"} <= with_pictures and not browser.is_running():
             return

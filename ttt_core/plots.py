@@ -11,7 +11,7 @@ COLORS = ("#8a8f98", "#1f77b4", "#e07b39", "#3a9d5d")
 _LABEL = 12  # characters of an arm's name that fit under its bar
 
 
-def _figure(width: float, height: float, dpi: int = 110):
+def new_figure(width: float, height: float, dpi: int = 110):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: it would keep global state inside ComfyUI's process
 
@@ -19,14 +19,14 @@ def _figure(width: float, height: float, dpi: int = 110):
     return figure, FigureCanvasAgg(figure)
 
 
-def _pixels(canvas) -> np.ndarray:
+def to_pixels(canvas) -> np.ndarray:
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].astype(np.float32) / 255
 
 
 def comparison_chart(result: Comparison) -> np.ndarray:
     """Seconds per step, total seconds (whiskers: fastest and slowest run) and memory of every arm at one size."""
-    figure, canvas = _figure(9, 3.8)
+    figure, canvas = new_figure(9, 3.8)
     arms = result.arms
     totals = np.array([a.total for a in arms])
     whiskers = np.array([[a.total - min(a.totals) for a in arms], [max(a.totals) - a.total for a in arms]])
@@ -44,7 +44,7 @@ def comparison_chart(result: Comparison) -> np.ndarray:
         axis.set_ylim(0, max(float((values if error is None else values + error[1]).max()) * 1.18, 1e-6))
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{result.size}: {_speedups(result)}\n{result.device}", fontsize=11)
-    return _pixels(canvas)
+    return to_pixels(canvas)
 
 
 def series_chart(series: Series) -> np.ndarray:
@@ -52,7 +52,7 @@ def series_chart(series: Series) -> np.ndarray:
     rows = series.by_tokens()
     if len(rows) == 1:
         return comparison_chart(rows[0])
-    figure, canvas = _figure(11, 4.2)
+    figure, canvas = new_figure(11, 4.2)
     tokens = [c.tokens for c in rows]
     seconds, speed, memory = figure.subplots(1, 3)
     for i, arm in enumerate(rows[0].arms):
@@ -79,7 +79,7 @@ def series_chart(series: Series) -> np.ndarray:
     memory.set_ylim(bottom=0)
     seconds.legend(frameon=False, fontsize=9)
     figure.suptitle(f"{len(rows)} sizes, {rows[0].device}", fontsize=11)
-    return _pixels(canvas)
+    return to_pixels(canvas)
 
 
 def difference_map(first: np.ndarray, others: list[np.ndarray], labels: list[str], what: str) -> np.ndarray:
@@ -90,14 +90,14 @@ def difference_map(first: np.ndarray, others: list[np.ndarray], labels: list[str
     maps = [np.abs(o - first).mean(axis=-1) for o in others]
     top = max(float(max(m.max() for m in maps)), 1e-6)
     height, width = first.shape[:2]
-    figure, canvas = _figure(4.6 * len(maps) + 0.8, 4.6 * height / width + 1.0)
+    figure, canvas = new_figure(4.6 * len(maps) + 0.8, 4.6 * height / width + 1.0)
     axes = figure.subplots(1, len(maps), squeeze=False)[0]
     for axis, field, label in zip(axes, maps, labels[1:], strict=True):
         shown = axis.imshow(field, vmin=0, vmax=top, cmap="magma", interpolation="nearest")
         axis.set_title(f"|{_short(label, 24)} - {_short(labels[0], 24)}|\nmean {field.mean():.3g}, largest {field.max():.3g}", fontsize=10)
         axis.set_axis_off()
     figure.colorbar(shown, ax=list(axes), shrink=0.8, label=what)
-    return _pixels(canvas)
+    return to_pixels(canvas)
 
 
 def _short(label: str, length: int = _LABEL) -> str:
