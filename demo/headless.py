@@ -84,10 +84,17 @@ class ComfyServer:
                 raise WorkflowError(f"ComfyUI at {self.root} stopped while starting. Its last words:\n{self.tail()}")
             try:
                 self.get("/system_stats")
+                self._refuse_failed_import()
                 return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.5)
         raise WorkflowError(f"ComfyUI at {self.root} did not answer within {seconds:.0f} seconds. Its last words:\n{self.tail()}")
+
+    def _refuse_failed_import(self) -> None:
+        log = self.log.read_text(encoding="utf-8", errors="replace")
+        if any("IMPORT FAILED" in line and PACK_NAME in line for line in log.splitlines()):
+            start = log.find("Traceback")
+            raise WorkflowError(f"ComfyUI at {self.root} could not load this pack:\n{log[max(start, 0) :][:3000]}")
 
     def tail(self, lines: int = 25) -> str:
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
