@@ -1,9 +1,16 @@
 """What the fused kernels are compared with and how; shared by the interpreter's and the GPU's tests."""
 
+import sys
+from pathlib import Path
+
 import torch
 
-from comfy_ttt.kernels import ttt_mlp2, ttt_swiglu
-from comfy_ttt.kernels.reference import ttt_reference
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import _path  # noqa: E402, F401  (a machine that only lends its GPU has nothing installed)
+
+from comfy_ttt.kernels import ttt_mlp2, ttt_swiglu  # noqa: E402
+from comfy_ttt.kernels.reference import ttt_reference  # noqa: E402
 
 OPS = {"swiglu": (ttt_swiglu, 3), "mlp2": (ttt_mlp2, 2)}
 
