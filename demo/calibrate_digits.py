@@ -25,7 +25,7 @@ OUT = Path(__file__).parent / "ttt" / "ttt_tiny_digits_{preset}.safetensors"
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--attentions", default="paper", help="preset or written list (default paper)")
-    parser.add_argument("--steps", type=int, default=600, help="Adam steps per layer (default 600)")
+    parser.add_argument("--steps", type=int, default=500, help="Adam steps per layer (default 500)")
     parser.add_argument("--samples", type=int, default=240, help="recorded samples per attention (default 240)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
