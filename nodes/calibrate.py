@@ -32,7 +32,7 @@ class TTTCalibrate(io.ComfyNode):
                     "samples", default=DEFAULTS.samples, min=8, max=100_000,
                     tooltip="Recorded samples of each attention, spread over prompts, sizes and noise levels.",
                 ),
-                io.Int.Input("seed", default=0, min=0, max=2**31 - 1, tooltip="Seed of the sampling runs and of the order of the samples."),
+                io.Int.Input("seed", default=0, min=0, max=2**31 - 1, control_after_generate=False, tooltip="Seed of the sampling runs and of the order of the samples."),
                 io.Conditioning.Input("negative", optional=True, tooltip="Negative prompt of the sampling runs; without it an all-zero one."),
                 io.String.Input(
                     "sizes", default="", optional=True, extra_dict=ADVANCED,

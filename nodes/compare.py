@@ -98,7 +98,7 @@ class TTTCompare(io.ComfyNode):
         c, d = (latents.get(letter, ExecutionBlocker(None)) for letter in "cd")
         chart, table = _image(series_chart(series)), series.table()
         pictures, difference = (_image(p) for p in _pictures(results, vae))
-        say_on(cls)(table)
+        say_on(cls)(series.verdict())
         shown = {**ui.PreviewText(table).as_dict(), **ui.PreviewImage(chart).as_dict()}
         numbers = results[0].total, results[1].total, series.break_even() or 0.0
         return io.NodeOutput(

@@ -36,7 +36,7 @@ class TTTFineTune(io.ComfyNode):
                                tooltip="Rate for base weights; new TTT layers get new_layer_factor times it."),
                 io.Combo.Input("train", options=list(MODES), default=DEFAULTS.mode,
                                tooltip="ttt: only the new layers. attention: also q, k, v, o of the replaced attentions. full: everything."),
-                io.Int.Input("seed", default=0, min=0, max=2**31 - 1, tooltip="Seed of order, noise, noise levels and dropped prompts."),
+                io.Int.Input("seed", default=0, min=0, max=2**31 - 1, control_after_generate=False, tooltip="Seed of order, noise, noise levels and dropped prompts."),
                 io.Boolean.Input("resume", default=True, tooltip="Go on from the state file of this name if there is one. Off: start anew and keep the old one aside."),
                 io.Conditioning.Input("negative", optional=True, tooltip="The conditioning of an empty prompt, for dropped prompts; without it an all-zero one."),
                 io.Vae.Input("vae", optional=True, tooltip="Decodes the sample pictures; without it they are shown in preview colours."),

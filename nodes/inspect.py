@@ -37,7 +37,9 @@ class TTTInspect(io.ComfyNode):
                     default=True,
                     tooltip="Try every TTT layer alone: one model call for each. Off: no column 'change', and less time.",
                 ),
-                io.Int.Input("seed", default=0, min=0, max=2**31 - 1, tooltip="Seed of the starting noise.", extra_dict=ADVANCED),
+                io.Int.Input(
+                    "seed", default=0, min=0, max=2**31 - 1, control_after_generate=False, tooltip="Seed of the starting noise.", extra_dict=ADVANCED
+                ),
             ],
             outputs=[
                 io.Image.Output("chart", tooltip="Key shift, fit error and change of the prediction of every attention."),

@@ -53,6 +53,7 @@ class TTTLinearize(io.ComfyNode):
                     default=0,
                     min=0,
                     max=2**31 - 1,
+                    control_after_generate=False,  # the UI would draw new layers, and calibrate anew, at every run
                     tooltip="Seed of the new layers' starting weights (normal, standard deviation 0.02).",
                     extra_dict=ADVANCED,
                 ),

@@ -17,7 +17,7 @@ SEEDS = ("seed", "noise_seed")  # the frontend gives these a widget of their own
 BYPASS = 4  # LiteGraph's node mode
 TITLE, SLOT, WIDGET, PADDING, GAP = 30, 20, 24, 20, 60  # pixels in the editor
 NOTE_COLORS = {"color": "#432", "bgcolor": "#653"}
-OUTPUT_NODES = {"PreviewImage": 260, "SaveImage": 260, "PreviewAny": 200, "TTTCompare": 420, "TTTCalibrate": 280, "TTTFineTune": 280, "LoadImage": 220}
+OUTPUT_NODES = {"PreviewImage": 260, "SaveImage": 260, "PreviewAny": 280, "TTTCompare": 480, "TTTCalibrate": 320, "TTTFineTune": 320, "TTTInspect": 420, "LoadImage": 220}
 REPORTS = {"TTTLinearize", "TTTLoadModel", "TTTLoadWeights", "TTTSaveWeights"}  # show text below their widgets
 
 
@@ -122,7 +122,7 @@ class Graph:
         """A node of this class; values: {input: value or link}. What is not given takes the node's default, sockets stay open."""
         info = self.node_list[kind]
         if extra is None:
-            extra = OUTPUT_NODES.get(kind, 90 if kind in REPORTS else 0)
+            extra = OUTPUT_NODES.get(kind, 170 if kind in REPORTS else 0)
         node = Node(len(self.nodes) + 1, kind, info, dict(values), title, bypassed, self.groups[-1].width, extra)
         known = {n for n, _ in node.inputs}
         if unknown := set(values) - known:

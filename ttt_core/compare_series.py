@@ -86,6 +86,13 @@ class Series:
             parts.append("\n".join(self.break_even_line(i) for i in range(1, len(self.last.arms))))
         return "\n\n".join(parts + self.notes)
 
+    def verdict(self) -> str:
+        """The sentences alone, without numbers in columns: for a place that has no room for a table."""
+        lines = [f"{c.size}: {c.verdict()}" for c in self.comparisons]
+        if len(lines) > 1:
+            lines += [self.break_even_line(i) for i in range(1, len(self.last.arms))]
+        return "\n".join([*lines, *self.notes])
+
     def records(self) -> list[dict]:
         """One flat row for each size and arm: seconds, bytes and ratios as numbers."""
         rows = []

@@ -41,7 +41,8 @@ def comparison_chart(result: Comparison) -> np.ndarray:
         axis.bar_label(bars, [text.format(v) for v in values], padding=2)
         axis.set_xticks(places, [_short(a.label) for a in arms], fontsize=9 if len(arms) < 4 else 8)
         axis.set_title(title, fontsize=10)
-        axis.set_ylim(0, max(float((values if error is None else values + error[1]).max()) * 1.18, 1e-6))
+        least = 1 if title.startswith("MiB") else 1e-6  # less than a MiB is nothing, and should look so
+        axis.set_ylim(0, max(float((values if error is None else values + error[1]).max()) * 1.18, least))
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{result.size}: {_speedups(result)}\n{result.device}", fontsize=11)
     return to_pixels(canvas)
