@@ -176,7 +176,7 @@ def test_full_model_files(comfyui, node, folder, kind, words):
     assert name in str(info.value)
 
 
-@pytest.mark.parametrize("digit", ["12", "x", "-1", "٣"])
+@pytest.mark.parametrize("digit", ["12", "x", "-1", "\u0663"])
 def test_demo_prompt(comfyui, node, digit):
     with pytest.raises(ValueError, match="digit 0-9"):
         run_node(node("TTTDemoPrompt"), digit=digit)
