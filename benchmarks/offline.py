@@ -1,6 +1,6 @@
 """Compiles the shipped kernels for every GPU family on a machine without one, and reads what they use.
 
-    python benchmarks/offline.py > docs/kernels-compiled.md
+    python benchmarks/offline.py             the tables at the end of docs/kernels.md
 
 Registers and stack frame (which is where spilled registers go) come from the compiled file's own records. Says
 nothing about speed.
@@ -27,6 +27,9 @@ STEPS = {"channels", *(f"{x}_{axis}" for x in "qkv" for axis in ("batch", "token
 IN_INPUT_TYPE = {"q", "k", "v", "keys", "out"}  # all other pointers are fp32, `packed` and `w` see below
 
 
+POINTERS = IN_INPUT_TYPE | set("w w1 w2 w3 means squares peaks taps bias partial updated packed scales".split())
+
+
 @dataclass(frozen=True)
 class Resources:
     registers: int
@@ -45,6 +48,10 @@ def kernels(capability: tuple[int, int], head_dim: int, dtype: torch.dtype, swig
 
 
 def compile_for(launch: Launch, capability: tuple[int, int], dtype: torch.dtype) -> Resources:
+    return read_resources(compiled(launch, capability, dtype))
+
+
+def compiled(launch: Launch, capability: tuple[int, int], dtype: torch.dtype):
     """Compiles one kernel for compute capability (major, minor)."""
     packed = "*fp32" if dtype == torch.float32 else "*fp16"
     names = launch.kernel.arg_names
@@ -63,16 +70,13 @@ def compile_for(launch: Launch, capability: tuple[int, int], dtype: torch.dtype)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = dict(num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=launch.fusion)
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    return read_resources(triton.compile(source, target=target, options=options))
+    return triton.compile(source, target=target, options=options)
 
 
-POINTERS = IN_INPUT_TYPE | set("w w1 w2 w3 means squares peaks taps bias partial updated packed scales".split())
-
-
-def read_resources(compiled) -> Resources:
+def read_resources(kernel) -> Resources:
     """Records of the .nv.info section: 0x2f register count, 0x11 frame size, each (symbol, value)."""
-    records = dict(_records(_section(compiled.asm["cubin"], ".nv.info")))
-    return Resources(records[0x2F], records[0x11], compiled.metadata.shared / 1024)
+    records = dict(_records(_section(kernel.asm["cubin"], ".nv.info")))
+    return Resources(records[0x2F], records[0x11], kernel.metadata.shared / 1024)
 
 
 def _section(elf: bytes, wanted: str) -> bytes:

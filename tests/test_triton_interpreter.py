@@ -55,11 +55,12 @@ else:
     def test_it_is_the_interpreter():
         assert triton_launch.interpreted()
 
-    SHAPES = [  # batch, heads, head size, grid, text: N = 63 and 65, text 2 to 5, rows, columns, single tokens
-        (1, 2, 64, (9, 7), 0),
-        (3, 1, 64, (7, 7), 2),
-        (1, 3, 64, (1, 17), 5),
-        (1, 1, 64, (17, 1), 0),
+    SHAPES = [  # batch, heads, head size, grid, text: N = 63, text 2 to 5, a row, a column, single tokens
+        (1, 1, 64, (9, 7), 0),
+        (3, 1, 64, (4, 4), 2),
+        (1, 3, 64, (1, 7), 5),
+        (1, 2, 64, (7, 7), 3),
+        (1, 1, 64, (9, 1), 0),
         (1, 1, 64, (1, 1), 0),
         (1, 1, 64, (1, 1), 3),
         (2, 1, 128, (4, 3), 4),
@@ -67,7 +68,7 @@ else:
 
     @pytest.mark.parametrize(
         "inner, batch, heads, dim, grid, text",
-        [("swiglu", *shape) for shape in SHAPES] + [("mlp2", *SHAPES[i]) for i in (2, 5, 6)],
+        [("swiglu", *shape) for shape in SHAPES] + [("mlp2", *SHAPES[i]) for i in (2, 6, 7)],
     )
     def test_fp32_equals_the_reference(inner, batch, heads, dim, grid, text):
         made = inputs(batch, heads, dim, grid, text, inner, torch.float32)
@@ -79,8 +80,8 @@ else:
         [
             ("swiglu", torch.float16, *SHAPES[0]),
             ("swiglu", torch.bfloat16, *SHAPES[0]),
-            ("swiglu", torch.bfloat16, *SHAPES[6]),
-            ("mlp2", torch.float16, *SHAPES[6]),
+            ("swiglu", torch.bfloat16, *SHAPES[7]),
+            ("mlp2", torch.float16, *SHAPES[7]),
             ("mlp2", torch.bfloat16, *SHAPES[1]),
         ],
     )
@@ -112,11 +113,11 @@ else:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_keys_far_from_zero(dtype):
         """|mean| = 100 standard deviations: E[x^2] - E[x]^2 would be noise."""
-        q, k, v, weights, convs = inputs(1, 1, 64, (5, 7), 2, "swiglu", dtype)
+        q, k, v, weights, convs = inputs(1, 1, 64, (3, 7), 2, "swiglu", dtype)
         k = ((k.float() - k.float().mean(1, keepdim=True)) + 100).to(dtype)
         made = q, k, v, weights, convs
-        out, updated = fused(*made, (5, 7), 2, few_programs(64, dtype, programs=4))
-        assert_close_to_exact(out, updated, *made, (5, 7), 2, "swiglu")
+        out, updated = fused(*made, (3, 7), 2, few_programs(64, dtype, programs=4))
+        assert_close_to_exact(out, updated, *made, (3, 7), 2, "swiglu")
 
     @pytest.mark.parametrize("inner", OPS)
     @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ else:
     @pytest.mark.parametrize(
         "inner, dtype, batch, heads, dim, grid, text, conv, tolerance",
         [
-            ("swiglu", torch.float32, 2, 2, 64, (3, 5), 2, True, 1e-5),
+            ("swiglu", torch.float32, 2, 2, 64, (2, 3), 2, True, 1e-5),
             ("mlp2", torch.float32, 1, 1, 128, (2, 3), 0, True, 1e-5),
             ("swiglu", torch.float32, 1, 1, 64, (1, 5), 1, False, 1e-5),
             ("swiglu", torch.float16, 1, 1, 64, (3, 5), 2, True, 1e-3),
