@@ -134,6 +134,26 @@ def test_ttt_linearize_is_found_in_the_search_box_and_wired_by_hand(browser):
     assert browser.as_prompt()[str(linearize)]["inputs"]["model"] == [str(loader), 0] and browser.bad_links() == []
 
 
+def test_help_opens_beside_the_node(browser):
+    browser.open({"nodes": [], "links": [], "version": 0.4})
+    browser.page.evaluate("() => { const n = LiteGraph.createNode('TTTCompare'); app.graph.add(n); n.pos = [300, 200]; app.canvas.selectNode(n) }")
+    browser.page.get_by_test_id("info-button").click()
+    browser.page.get_by_role("heading", name="How it measures").wait_for(timeout=20_000)
+    picture(browser, "help")
+
+
+@pytest.mark.parametrize("language", ["zh", "ko"])
+def test_the_node_speaks_the_users_language(browser, language):
+    texts = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))["TTTLinearize"]
+    try:
+        browser.speak(language)
+        node = browser.page.evaluate("() => { const n = LiteGraph.createNode('TTTLinearize'); return {title: n.title, labels: n.widgets.map(w => w.label)} }")
+        assert node["title"] == texts["display_name"]
+        assert node["labels"] == [texts["inputs"][name]["name"] for name in ("attentions", "inner_model", "key_norm", "locality", "seed", "backend")]
+    finally:
+        browser.speak("en")
+
+
 def test_no_console_error_of_ours(browser, usual_errors):
     """Last of those that use the page: everything above wrote into one list."""
     new = [e for e in browser.errors if kind_of(e) not in usual_errors and NETWORK not in e]

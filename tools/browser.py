@@ -75,9 +75,19 @@ class Browser:
         self.page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
         self.page.on("pageerror", lambda e: self.errors.append(str(e)))
         self.page.goto(f"http://127.0.0.1:{self.server.port}/")
+        self._wait()
+        return self
+
+    def _wait(self) -> None:
         self.page.wait_for_function(READY, timeout=180_000)
         time.sleep(3)  # extensions finish setting up
-        return self
+
+    def speak(self, language: str) -> None:
+        """Sets the UI's language and loads the page anew."""
+        self.page.evaluate("async language => { await app.extensionManager.setting.set('Comfy.Locale', language) }", language)
+        time.sleep(1)
+        self.page.reload()
+        self._wait()
 
     def __exit__(self, *_):
         self._chromium.close()

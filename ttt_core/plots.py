@@ -8,7 +8,7 @@ from .compare import Comparison
 from .compare_series import Series
 
 COLORS = ("#8a8f98", "#1f77b4", "#e07b39", "#3a9d5d")
-_LABEL = 12  # characters of an arm's name that fit under its bar
+_LABEL = {2: 22, 3: 16, 4: 11}  # characters of an arm's name that fit under its bar, by the number of arms
 
 
 def new_figure(width: float, height: float, dpi: int = 110):
@@ -39,7 +39,7 @@ def comparison_chart(result: Comparison) -> np.ndarray:
     for axis, (title, values, text, error) in zip(figure.subplots(1, 3), panels, strict=True):
         bars = axis.bar(places, values, color=COLORS[: len(arms)], width=0.6, yerr=error, capsize=3, ecolor="#444444")
         axis.bar_label(bars, [text.format(v) for v in values], padding=2)
-        axis.set_xticks(places, [_short(a.label) for a in arms], fontsize=9 if len(arms) < 4 else 8)
+        axis.set_xticks(places, [_short(a.label, _LABEL.get(len(arms), 11)) for a in arms], fontsize=9 if len(arms) < 4 else 8)
         axis.set_title(title, fontsize=10)
         least = 1 if title.startswith("MiB") else 1e-6  # less than a MiB is nothing, and should look so
         axis.set_ylim(0, max(float((values if error is None else values + error[1]).max()) * 1.18, least))
@@ -57,7 +57,7 @@ def series_chart(series: Series) -> np.ndarray:
     tokens = [c.tokens for c in rows]
     seconds, speed, memory = figure.subplots(1, 3)
     for i, arm in enumerate(rows[0].arms):
-        style = dict(color=COLORS[i], marker="o", label=_short(arm.label, 24))
+        style = dict(color=COLORS[i], marker="o", label=_short(arm.label))
         seconds.plot(tokens, [c.arms[i].per_step for c in rows], **style)
         memory.plot(tokens, [c.arms[i].peak / 2**20 for c in rows], **style)
         gains = [c.speedup_of(i) for c in rows]
@@ -67,8 +67,8 @@ def series_chart(series: Series) -> np.ndarray:
             speed.fill_between(tokens, *ranges, color=COLORS[i], alpha=0.15, lw=0)
             if (even := series.break_even(i)) is not None:
                 speed.axvline(even, color=COLORS[i], ls=":", lw=1.2)
-                speed.annotate(f"{even:,.0f}", (even, 1), (4, 6), textcoords="offset points", fontsize=9, color=COLORS[i])
-    for axis, title in ((seconds, "seconds per step"), (speed, f"speed-up over {_short(rows[0].arms[0].label, 24)}"), (memory, f"MiB, {rows[0].memory_kind}")):
+                speed.annotate(f"break-even {even:,.0f}", (even, 0.02), (4, 12 * (i - 1)), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=9, color=COLORS[i])
+    for axis, title in ((seconds, "seconds per step"), (speed, f"speed-up over {_short(rows[0].arms[0].label)}"), (memory, f"MiB, {rows[0].memory_kind}")):
         axis.set_xscale("log", base=2)
         axis.set_xticks(tokens, [f"{t:,}" for t in tokens], fontsize=8, rotation=30 if len(tokens) > 3 else 0)
         axis.minorticks_off()
@@ -95,13 +95,13 @@ def difference_map(first: np.ndarray, others: list[np.ndarray], labels: list[str
     axes = figure.subplots(1, len(maps), squeeze=False)[0]
     for axis, field, label in zip(axes, maps, labels[1:], strict=True):
         shown = axis.imshow(field, vmin=0, vmax=top, cmap="magma", interpolation="nearest")
-        axis.set_title(f"|{_short(label, 24)} - {_short(labels[0], 24)}|\nmean {field.mean():.3g}, largest {field.max():.3g}", fontsize=10)
+        axis.set_title(f"|{_short(label)} - {_short(labels[0])}|\nmean {field.mean():.3g}, largest {field.max():.3g}", fontsize=10)
         axis.set_axis_off()
     figure.colorbar(shown, ax=list(axes), shrink=0.8, label=what)
     return to_pixels(canvas)
 
 
-def _short(label: str, length: int = _LABEL) -> str:
+def _short(label: str, length: int = 24) -> str:
     return label if len(label) <= length else label[: length - 1] + "..."
 
 
