@@ -182,6 +182,38 @@ def test_area_conditioning_gives_each_call_its_own_grid(base):
     assert sample(linearize(base, "all"), positive=conditioning(1) + area).isfinite().all()
 
 
+def controlnet():
+    """A small SD3 ControlNet with random weights, applied as the core node does."""
+    import comfy.cldm.mmdit
+    import comfy.controlnet
+    import comfy.ops
+
+    config = dict(
+        depth=3, in_channels=16, patch_size=2, adm_in_channels=64, num_patches=48 * 48, pos_embed_max_size=48, qk_norm="rms",
+        context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": 192}},
+    )  # fmt: skip
+    module = comfy.cldm.mmdit.ControlNet(num_blocks=1, control_latent_channels=3, operations=comfy.ops.disable_weight_init, **config)
+    g = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape, generator=g) * 0.1)
+    module.dtype = torch.float32
+    return comfy.controlnet.ControlNet(module, compression_ratio=1, load_device=torch.device("cpu"))
+
+
+def test_controlnet(base):
+    import nodes
+
+    hint = torch.rand(1, 96, 128, 3, generator=torch.Generator().manual_seed(7))
+    prompt, _ = nodes.ControlNetApplyAdvanced().apply_controlnet(conditioning(1), conditioning(2), controlnet(), hint, 1.0, 0.0, 1.0)
+    alone, plain = sample(base, positive=prompt), sample(base)
+    assert not torch.allclose(alone, plain, atol=1e-3)
+    assert torch.equal(sample(linearize(base, "none"), positive=prompt), alone)
+    ttt = linearize(base)
+    assert not torch.allclose(sample(ttt, positive=prompt), sample(ttt), atol=1e-3)
+    assert torch.equal(sample(base, positive=prompt), alone) and torch.equal(sample(base), plain)
+
+
 def test_layers_are_under_comfyuis_memory_management(base):
     import comfy.model_management as management
 
