@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from comfy_ttt.kernels.launch_configs import FAMILIES, SHARED_LIMIT, config_for, strip_width  # noqa: E402
+from comfy_ttt.kernels.triton_launch import specialise  # noqa: E402
 
 ALL = os.environ.get("SD35_TTT_COMPILE_ALL") == "1"
 SPILLS = {64: 0, 128: 128}  # bytes a kernel may spill in a half type; fp32 is no path for pictures and is not limited
@@ -35,6 +36,16 @@ def test_no_spills_and_shared_memory_fits(family, head_dim, dtype):
             used = compile_for(launch, family, dtype)
             assert used.stack <= SPILLS[head_dim], (inner, name, str(used))
             assert used.shared <= SHARED_LIMIT[family], (inner, name, str(used))
+
+
+def test_narrow_pictures_and_layers_without_locality_compile_without_spills():
+    from offline import compile_for
+
+    c = config_for((8, 6), 64, False)
+    for conv, tile in ((True, 16), (False, c.apply_tile)):
+        made = specialise(c, 64, torch.bfloat16, True, conv, tile, tile)
+        for name in ("keys", "apply"):
+            assert compile_for(made[name], (8, 6), torch.bfloat16).stack == 0, (conv, tile, name)
 
 
 def test_fp32_compiles_within_shared_memory():
