@@ -97,6 +97,20 @@ def test_four_arms_and_several_sizes(base, ttt):
     assert torch.equal(out["latent_b"]["samples"], sample(ttt, width=96, height=128))
 
 
+def test_the_same_bookkeeping_in_both_arms_changes_neither(base):
+    """Two TTT models that replace different blocks: each gets empty replacements for the other's blocks."""
+    from comfy_ttt.ttt_core.hosts import comfy as host
+
+    models = []
+    for attentions in ("self:0", "joint:2"):
+        model = host.linearize(base, TTTSpec(attentions))
+        trained(host.attached(model).weights)
+        models.append(model)
+    out = compare(*models, steps=2, repeats=1, warmup=0, cfg=1.0)
+    assert torch.equal(out["latent_a"]["samples"], sample(models[0])) and torch.equal(out["latent_b"]["samples"], sample(models[1]))
+    assert not torch.equal(out["latent_a"]["samples"], out["latent_b"]["samples"])
+
+
 def test_a_missing_arm_blocks_what_hangs_on_it(base, ttt):
     assert type(compare(base, ttt, steps=1, repeats=1, warmup=0)["latent_c"]).__name__ == "ExecutionBlocker"
 

@@ -56,7 +56,8 @@ def read_ui(workflow):
 
 
 def test_what_is_shipped():
-    assert NAMES == ["calibrate_and_save", "fine_tune", "load_converted", "quickstart_cpu", "softmax_vs_ttt_1024", "softmax_vs_ttt_2048"]
+    expected = {"calibrate_and_save", "fine_tune", "inspect_cpu", "load_converted", "quickstart_cpu", "softmax_vs_ttt_1024", "softmax_vs_ttt_2048"}
+    assert set(NAMES) == expected
     assert sorted(p.stem for p in (FOLDER / "api").glob("*.json")) == NAMES
     for name in NAMES:
         assert 3_000 < (FOLDER / f"{name}.jpg").stat().st_size < 150_000
@@ -93,7 +94,7 @@ def test_only_nodes_of_core_and_ours_and_words_about_the_files(name):
     assert "T5" not in notes.replace("T5-XXL", "")
     for graph_node in api_file(name).values():
         for value in graph_node["inputs"].values():
-            if isinstance(value, str) and value.endswith(".safetensors") and name != "quickstart_cpu":
+            if isinstance(value, str) and value.endswith(".safetensors") and not name.endswith("_cpu"):
                 assert value.removesuffix(".safetensors") in notes, f"no word on where {value} comes from"
 
 
@@ -182,6 +183,7 @@ def test_calibrate_and_save_runs(calibrated):
     ("name", "node", "says"),
     [
         ("quickstart_cpu", "TTTCompare", "speed-up"),
+        ("inspect_cpu", "TTTInspect", "reach of self:0"),
         ("softmax_vs_ttt_1024", "TTTCompare", "speed-up"),
         ("softmax_vs_ttt_2048", "TTTCompare", "64 x 64"),
         ("load_converted", "TTTLoadModel", "calibrated"),

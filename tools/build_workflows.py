@@ -89,6 +89,29 @@ def quickstart_cpu(graph: Graph) -> None:
         graph.add("PreviewAny", "Table", source=compare["table"])
 
 
+def inspect_cpu(graph: Graph) -> None:
+    with graph.group("Start here", column=0, width=400, color=BROWN):
+        graph.note(
+            "# Looking into the attentions\n"
+            "Press **Run**. The tiny digits model that ships with the pack is sampled half-way, and its attentions are looked at there.\n\n"
+            "- **key shift**: how far the keys lie to one side; pretrained models have much of it, and TTT minds it, so keys are centred.\n"
+            "- **fit error**: how well each TTT layer does what its softmax attention did.\n"
+            "- **change**: how much the model's prediction changes when only this attention is TTT. Leave the largest out if a picture suffers.\n"
+            "- **maps**: what the output of one image token depends on, softmax above, TTT below.\n\n"
+            "**For SD3.5**: put *Load Checkpoint*, *TTT Load Weights* and *CLIP Text Encode* in place of the three loaders here."
+        )
+    with graph.group("1  The tiny model with TTT", column=1, width=360):
+        base = graph.add("UNETLoader", "Load the tiny digits model (demo)", unet_name=TINY_BASE, weight_dtype="default")
+        ttt = graph.add("TTTLoadWeights", "Put its calibrated TTT layers on it", model=base["MODEL"], weights_name=TINY_LAYERS)
+        positive = graph.add("TTTDemoPrompt", "Prompt (demo): a digit", digit="3")
+        latent = graph.add("EmptySD3LatentImage", "Picture size", width=512, height=512)
+    with graph.group("2  Inspect", column=2, width=460, color=PURPLE):
+        look = graph.add("TTTInspect", model=ttt["MODEL"], positive=positive["CONDITIONING"], latent=latent["LATENT"])
+    with graph.group("3  Results", column=3, width=620, color=GREEN):
+        graph.add("PreviewImage", "What one token depends on", images=look["attention_maps"], extra=420)
+        graph.add("PreviewAny", "Table", source=look["report"])
+
+
 def _softmax_vs_ttt(graph: Graph, size: int, sizes: str, expect: str) -> None:
     model, clip, vae = loaders(graph)
     positive, negative, latent = prompts(graph, clip, size)
@@ -228,7 +251,7 @@ def fine_tune(graph: Graph) -> None:
         graph.add("PreviewAny", "What was done", source=tuned["report"])
 
 
-WORKFLOWS = (quickstart_cpu, softmax_vs_ttt_1024, softmax_vs_ttt_2048, calibrate_and_save, fine_tune, load_converted)
+WORKFLOWS = (quickstart_cpu, inspect_cpu, softmax_vs_ttt_1024, softmax_vs_ttt_2048, calibrate_and_save, fine_tune, load_converted)
 
 
 def build(node_list: dict, out: Path) -> list[Path]:

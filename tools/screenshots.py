@@ -2,7 +2,7 @@
 
     python -m comfy_ttt.tools.screenshots --comfyui ~/comfy/ComfyUI
 
-Runs the quickstart to show its results. Needs Playwright and a Chromium (see browser.py).
+Runs those that need no SD3.5 to show their results. Needs Playwright and a Chromium (see browser.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ from ..demo.headless import PACK
 from .browser import Browser, ui_server, why_no_browser
 
 THUMBNAIL = (640, 360)
+SHOWN = (  # workflow, the node that does the work, changed widgets, name of the picture
+    ("quickstart_cpu", "TTTCompare", {}, "quickstart"),
+    ("inspect_cpu", "TTTInspect", {}, "inspect"),
+    ("quickstart_cpu", "TTTCompare", {"sizes": "256 384 512 768", "steps": 6}, "sizes"),
+)
 MARGIN = 12  # pixels around the graph in a thumbnail
-PANEL = (70, 90, 20, 20)  # left, top, right, bottom that the UI's own bars take
+PANEL = (70, 90, 20, 70)  # left, top, right, bottom that the UI's own bars take
 
 
 def placeholders(base: Path) -> None:
@@ -51,20 +56,33 @@ def thumbnail(browser: Browser, path: Path) -> None:
     image.save(path, quality=82, optimize=True)
 
 
-def run_quickstart(browser: Browser, seconds: float = 900, on_progress=None) -> None:
-    """Presses Run and waits until the last picture is there."""
+def run_open_graph(browser: Browser, node: str, seconds: float = 900, on_progress=None) -> None:
+    """Presses Run and waits until every node that shows pictures has some; node: class of the one that does the work."""
     browser.page.get_by_test_id("queue-button").click()
+    wanted = {n["type"] for n in browser.nodes()} & {"SaveImage", "PreviewImage"} | {node}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(1)
         if on_progress is not None:
             on_progress()
         if failure := browser.failure():
-            raise RuntimeError(f"the quickstart failed: {failure}")
-        with_pictures = {n["type"] for n in browser.nodes() if n["images"]}
-        if {"SaveImage", "TTTCompare"} <= with_pictures and not browser.is_running():
+            raise RuntimeError(f"the workflow failed: {failure}")
+        if wanted <= {n["type"] for n in browser.nodes() if n["images"]} and not browser.is_running():
+            time.sleep(2)
             return
-    raise TimeoutError(f"the quickstart was not done within {seconds:.0f} seconds")
+    raise TimeoutError(f"the workflow was not done within {seconds:.0f} seconds")
+
+
+def ui_file(name: str, **widgets) -> dict:
+    """A shipped workflow, with other values for the first widgets of these names in TTT Compare."""
+    workflow = json.loads((PACK / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
+    for node in workflow["nodes"]:
+        if node["type"] == "TTTCompare":
+            names = [i["name"] for i in node["inputs"] if "widget" in i]
+            names.insert(names.index("seed") + 1, "control")  # the UI keeps one more value behind the seed
+            for widget, value in widgets.items():
+                node["widgets_values"][names.index(widget)] = value
+    return workflow
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--comfyui", type=Path, required=True, help="a ComfyUI whose requirements are installed")
     parser.add_argument("--out", type=Path, default=PACK / "docs" / "screenshots")
     parser.add_argument("--thumbnails", type=Path, default=PACK / "workflows")
-    parser.add_argument("--only-thumbnails", action="store_true", help="do not run the quickstart")
+    parser.add_argument("--only-thumbnails", action="store_true", help="run nothing")
     options = parser.parse_args(argv)
     if reason := why_no_browser():
         parser.error(reason)
@@ -84,15 +102,15 @@ def main(argv: list[str] | None = None) -> int:
                 browser.open(json.loads(path.read_text(encoding="utf-8")))
                 thumbnail(browser, options.thumbnails / f"{path.stem}.jpg")
                 print(options.thumbnails / f"{path.stem}.jpg", flush=True)
-            if not options.only_thumbnails:
-                browser.open(json.loads((PACK / "workflows" / "quickstart_cpu.json").read_text(encoding="utf-8")))
+            for name, node, changes, to in SHOWN if not options.only_thumbnails else ():
+                browser.open(ui_file(name, **changes))
                 browser.fit()
-                run_quickstart(browser)
-                time.sleep(2)
+                run_open_graph(browser, node)
                 browser.fit()
-                browser.screenshot(options.out / "quickstart.jpg")
-                thumbnail(browser, options.thumbnails / "quickstart_cpu.jpg")
-                print(options.out / "quickstart.jpg")
+                browser.screenshot(options.out / f"{to}.jpg")
+                print(options.out / f"{to}.jpg", flush=True)
+                if not changes:
+                    thumbnail(browser, options.thumbnails / f"{name}.jpg")
     return 0
 
 
