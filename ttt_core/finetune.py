@@ -27,7 +27,7 @@ from .errors import TTTError
 from .examples import Example, Examples, generator_for
 from .flow import TIMESTEPS, draw_sigmas, flow_loss, noisy
 from .geometry import AttentionId
-from .optimizer import OPTIMIZERS, build_optimizer, export_state, import_state
+from .optimizer import OPTIMIZERS, build_optimizer, export_state, import_state, set_rate
 from .progress import ShouldCancel
 from .trainable import MODES, Record, TrainableModel, normal, select_base_tensors, training_mode
 from .weights import TTTWeights
@@ -180,7 +180,7 @@ class FineTune:
         with training_mode():
             number, parts_sum, total = self.done + 1, {}, 0.0
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * min(1.0, number / max(1, self.settings.warmup))
+                set_rate(group, rate * min(1.0, number / max(1, self.settings.warmup)))
             try:
                 for part in range(self.settings.accumulation):
                     loss, parts = self._backward(self.done * self.settings.accumulation + part)

@@ -46,6 +46,14 @@ def _eight_bit(device: torch.device) -> Callable:
     raise TTTError(f"8-bit AdamW is not available here ({why}); install bitsandbytes or torchao, or choose optimizer 'adamw'.")
 
 
+def set_rate(group: dict, rate: float) -> None:
+    """Sets a parameter group's learning rate; torchao keeps it in a tensor that must stay the same one."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
 def export_state(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict]]:
     """({"name/entry": tensor}, {name: {entry: number}}) of the state of each named parameter."""
     tensors, numbers = {}, {}
@@ -81,13 +89,13 @@ def import_state(
 
 def _prime(optimizer: torch.optim.Optimizer) -> None:
     """A step of rate 0 with zero gradients: every optimizer then has its own kind of state, and no parameter moved."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        set_rate(group, 0.0)
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     with torch.enable_grad():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        set_rate(group, rate)
