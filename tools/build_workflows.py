@@ -60,9 +60,9 @@ def quickstart_cpu(graph: Graph) -> None:
             "(Test-Time Training), which were calibrated to it.\n\n"
             "**What to expect**\n"
             "- two pictures of the digit you ask for, much alike;\n"
-            "- a chart of seconds and memory. At this small size **TTT is not faster**: attention is a small part of the work here. The "
-            "table says so. The gain comes with many tokens, on a GPU.\n\n"
-            "**Try**: another digit; a larger picture (512 to 768); `sizes` = `256 512 768` in TTT Compare for a curve."
+            "- a chart of seconds and memory, and a sentence that says which of the two is faster **here**, or that the difference is noise. "
+            "On a CPU softmax is slow, so TTT can win early; on a GPU the gain needs many more tokens.\n\n"
+            "**Try**: another digit; another size (256 to 768); `sizes` = `256 512 768` in TTT Compare for a curve with the break-even point."
         )
     with graph.group("1  The tiny model, plain and with TTT", column=1, width=360):
         base = graph.add("UNETLoader", "Load the tiny digits model (demo)", unet_name=TINY_BASE, weight_dtype="default")
