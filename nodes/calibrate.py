@@ -8,7 +8,7 @@ from ..ttt_core.hosts import comfy as host
 from ..ttt_core.hosts import comfy_tuning as tuning
 from ..ttt_core.loss_curve import loss_curve
 from ..ttt_core.report import describe_weights
-from .common import ADVANCED, report_output, result, say_on, schema
+from .common import report_output, result, say_on, schema
 
 DEFAULTS = CalibrationSettings()
 
@@ -35,18 +35,19 @@ class TTTCalibrate(io.ComfyNode):
                 io.Int.Input("seed", default=0, min=0, max=2**31 - 1, control_after_generate=False, tooltip="Seed of the sampling runs and of the order of the samples."),
                 io.Conditioning.Input("negative", optional=True, tooltip="Negative prompt of the sampling runs; without it an all-zero one."),
                 io.String.Input(
-                    "sizes", default="", optional=True, extra_dict=ADVANCED,
+                    "sizes", default="", optional=True,
                     tooltip="Several picture sizes in pixels, such as 1024x1024 832x1216. Empty: the latent's size.",
                 ),
-                io.Float.Input("learning_rate", default=DEFAULTS.rate, min=1e-6, max=1.0, step=1e-4, round=1e-6, optional=True, extra_dict=ADVANCED,
+                io.Float.Input("learning_rate", default=DEFAULTS.rate, min=1e-6, max=1.0, step=1e-4, round=1e-6, optional=True,
                                tooltip="Adam's rate at the start; it falls to 0 along a cosine."),
-                io.Float.Input("memory_gb", default=DEFAULTS.memory_gb, min=0.05, max=1024.0, step=0.5, optional=True, extra_dict=ADVANCED,
+                io.Float.Input("memory_gb", default=DEFAULTS.memory_gb, min=0.05, max=1024.0, step=0.5, optional=True,
                                tooltip="GiB of main memory for the recorded samples. With less, attentions take turns and sampling is repeated."),
-                io.Int.Input("sampling_steps", default=DEFAULTS.sampling_steps, min=1, max=1000, optional=True, extra_dict=ADVANCED,
+                io.Int.Input("sampling_steps", default=DEFAULTS.sampling_steps, min=1, max=1000, optional=True,
                              tooltip="Steps of each sampling run that is recorded."),
-                io.Float.Input("cfg", default=DEFAULTS.cfg, min=1.0, max=100.0, step=0.1, optional=True, extra_dict=ADVANCED,
+                io.Float.Input("cfg", default=DEFAULTS.cfg, min=1.0, max=100.0, step=0.1, optional=True,
                                tooltip="Guidance scale of the sampling runs; use the one you sample with."),
             ],
+            advanced=["sizes", "learning_rate", "memory_gb", "sampling_steps", "cfg"],
             outputs=[
                 io.Model.Output("ttt_model", display_name="MODEL", tooltip="The model with fitted TTT layers."),
                 io.Image.Output("curve", tooltip="Relative error along the steps, averaged over the attentions."),

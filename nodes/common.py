@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from comfy_api.latest import io, ui
 
 CATEGORY = "TTT"
 BACKENDS = ["auto", "triton", "torch"]
-ADVANCED = {"advanced": True}  # by extra_dict: hosts before 0.9 have no `advanced` argument and ignore the key
 
 
-def schema(**values) -> io.Schema:
-    """io.Schema without the fields this ComfyUI does not know yet (search_aliases, for one)."""
+def schema(inputs: list[io.Input], advanced: Sequence[str] = (), **values) -> io.Schema:
+    """io.Schema without the fields this ComfyUI does not know yet (search_aliases, for one).
+
+    advanced: ids of rarely used inputs, folded away where the host can; a backend input always is.
+    """
+    for item in inputs:
+        if item.id in (*advanced, "backend"):
+            # Not by an argument: older ComfyUI has none. It ignores the key.
+            item.extra_dict = {**(item.extra_dict or {}), "advanced": True}
     known = {f.name for f in fields(io.Schema)}
     values.setdefault("category", CATEGORY)
-    return io.Schema(hidden=[io.Hidden.unique_id], **{k: v for k, v in values.items() if k in known})
+    return io.Schema(inputs=inputs, hidden=[io.Hidden.unique_id], **{k: v for k, v in values.items() if k in known})
 
 
 def backend_input() -> io.Combo.Input:
@@ -25,7 +32,6 @@ def backend_input() -> io.Combo.Input:
         default="auto",
         tooltip="What computes the TTT layers. auto: the fastest one that can run here. triton: fused GPU kernels, refused with the reason "
         "where they cannot run. torch: plain PyTorch, runs everywhere, slower and with more memory.",
-        extra_dict=ADVANCED,
     )
 
 

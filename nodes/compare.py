@@ -7,7 +7,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from ..ttt_core.hosts import comfy_sampling as sampling
 from ..ttt_core.pictures import message, side_by_side
 from ..ttt_core.plots import difference_map, series_chart
-from .common import ADVANCED, say_on, schema
+from .common import say_on, schema
 
 NO_VAE = "No VAE is connected to TTT Compare, so there is no picture here. Connect one, or decode the latents."
 
@@ -45,13 +45,12 @@ class TTTCompare(io.ComfyNode):
                     min=0,
                     max=10,
                     tooltip="Untimed runs of each model and size before the clock starts; 0 counts loading and compiling in.",
-                    extra_dict=ADVANCED,
                 ),
                 io.Model.Input("model_c", optional=True, tooltip="A third model, for example softmax with another attention backend."),
                 io.Model.Input("model_d", optional=True, tooltip="A fourth model."),
                 io.Vae.Input("vae", optional=True, tooltip="Decodes the results for side_by_side and difference; not timed. Without it the difference is that of the latents."),
-                io.String.Input("label_c", default="third", optional=True, tooltip="Name of the third model in the chart and the table.", extra_dict=ADVANCED),
-                io.String.Input("label_d", default="fourth", optional=True, tooltip="Name of the fourth model in the chart and the table.", extra_dict=ADVANCED),
+                io.String.Input("label_c", default="third", optional=True, tooltip="Name of the third model in the chart and the table."),
+                io.String.Input("label_d", default="fourth", optional=True, tooltip="Name of the fourth model in the chart and the table."),
                 io.String.Input(
                     "sizes",
                     default="",
@@ -60,6 +59,7 @@ class TTTCompare(io.ComfyNode):
                     "size. With several, the chart shows curves and the break-even point, and the latents are those of the last size.",
                 ),
             ],
+            advanced=["warmup", "label_c", "label_d"],
             outputs=[
                 io.Latent.Output("latent_a", tooltip="What the first model sampled."),
                 io.Latent.Output("latent_b", tooltip="What the second model sampled."),

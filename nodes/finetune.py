@@ -9,7 +9,7 @@ from ..ttt_core.hosts import comfy_tuning as tuning
 from ..ttt_core.optimizer import OPTIMIZERS
 from ..ttt_core.report import describe_weights
 from ..ttt_core.trainable import MODES
-from .common import ADVANCED, report_output, result, say_on, schema
+from .common import report_output, result, say_on, schema
 
 DEFAULTS = FineTuneSettings()
 
@@ -42,24 +42,25 @@ class TTTFineTune(io.ComfyNode):
                 io.Vae.Input("vae", optional=True, tooltip="Decodes the sample pictures; without it they are shown in preview colours."),
                 io.Int.Input("sample_every", default=0, min=0, max=1_000_000, optional=True,
                              tooltip="Steps between sample pictures (softmax beside TTT, same seed) in output/ttt_training. 0: none."),
-                io.Int.Input("save_every", default=100, min=1, max=1_000_000, optional=True, extra_dict=ADVANCED, tooltip="Steps between saves of the state file."),
-                io.Float.Input("new_layer_factor", default=DEFAULTS.new_rate_factor, min=0.0, max=10_000.0, step=1.0, optional=True, extra_dict=ADVANCED,
+                io.Int.Input("save_every", default=100, min=1, max=1_000_000, optional=True, tooltip="Steps between saves of the state file."),
+                io.Float.Input("new_layer_factor", default=DEFAULTS.new_rate_factor, min=0.0, max=10_000.0, step=1.0, optional=True,
                                tooltip="How many times the learning rate new TTT layers get; 20 in the paper."),
-                io.Float.Input("teacher_velocity", default=0.0, min=0.0, max=1000.0, step=0.1, optional=True, extra_dict=ADVANCED,
+                io.Float.Input("teacher_velocity", default=0.0, min=0.0, max=1000.0, step=0.1, optional=True,
                                tooltip="Weight of the distance to the original model's prediction; one more forward pass a step. 0: off."),
-                io.Float.Input("teacher_attention", default=0.0, min=0.0, max=1000.0, step=0.1, optional=True, extra_dict=ADVANCED,
+                io.Float.Input("teacher_attention", default=0.0, min=0.0, max=1000.0, step=0.1, optional=True,
                                tooltip="Weight of the distance to the original model's attention outputs; one more forward pass a step. 0: off."),
-                io.Float.Input("ema", default=DEFAULTS.ema, min=0.0, max=0.9999, step=0.001, round=0.0001, optional=True, extra_dict=ADVANCED,
+                io.Float.Input("ema", default=DEFAULTS.ema, min=0.0, max=0.9999, step=0.001, round=0.0001, optional=True,
                                tooltip="Decay of the averaged weights that are saved; 0: save the last ones."),
-                io.Float.Input("prompt_dropout", default=DEFAULTS.drop, min=0.0, max=1.0, step=0.01, optional=True, extra_dict=ADVANCED,
+                io.Float.Input("prompt_dropout", default=DEFAULTS.drop, min=0.0, max=1.0, step=0.01, optional=True,
                                tooltip="Share of samples trained without their prompt, so that guidance keeps working."),
-                io.Combo.Input("timesteps", options=list(TIMESTEPS), default=DEFAULTS.timesteps, optional=True, extra_dict=ADVANCED,
+                io.Combo.Input("timesteps", options=list(TIMESTEPS), default=DEFAULTS.timesteps, optional=True,
                                tooltip="Which noise levels are trained most. logit_normal: SD3's choice."),
-                io.Combo.Input("optimizer", options=list(OPTIMIZERS), default=DEFAULTS.optimizer, optional=True, extra_dict=ADVANCED,
+                io.Combo.Input("optimizer", options=list(OPTIMIZERS), default=DEFAULTS.optimizer, optional=True,
                                tooltip="adamw, or its 8-bit form, which needs a library that has it and saves memory in mode full."),
-                io.Boolean.Input("gradient_checkpointing", default=True, optional=True, extra_dict=ADVANCED,
+                io.Boolean.Input("gradient_checkpointing", default=True, optional=True,
                                  tooltip="Recompute each block in the backward pass: much less memory, about a third more time."),
             ],
+            advanced=["save_every", "new_layer_factor", "teacher_velocity", "teacher_attention", "ema", "prompt_dropout", "timesteps", "optimizer", "gradient_checkpointing"],
             outputs=[
                 io.Model.Output("ttt_model", display_name="MODEL", tooltip="The model with trained layers."),
                 io.Custom("LOSS_MAP").Output("loss", tooltip="The losses, for ComfyUI's Loss Graph node."),

@@ -6,7 +6,7 @@ from comfy_api.latest import io, ui
 from ..ttt_core.hosts import comfy_inspect
 from ..ttt_core.inspect import InspectSettings
 from ..ttt_core.inspect_plots import inspection_chart, inspection_maps
-from .common import ADVANCED, report_output, say_on, schema
+from .common import report_output, say_on, schema
 
 
 class TTTInspect(io.ComfyNode):
@@ -38,9 +38,10 @@ class TTTInspect(io.ComfyNode):
                     tooltip="Try every TTT layer alone: one model call for each. Off: no column 'change', and less time.",
                 ),
                 io.Int.Input(
-                    "seed", default=0, min=0, max=2**31 - 1, control_after_generate=False, tooltip="Seed of the starting noise.", extra_dict=ADVANCED
+                    "seed", default=0, min=0, max=2**31 - 1, control_after_generate=False, tooltip="Seed of the starting noise."
                 ),
             ],
+            advanced=["seed"],
             outputs=[
                 io.Image.Output("chart", tooltip="Key shift, fit error and change of the prediction of every attention."),
                 io.Image.Output("attention_maps", tooltip="What the chosen token depends on: softmax above, TTT below."),

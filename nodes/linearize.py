@@ -6,7 +6,7 @@ from ..ttt_core import TTTSpec
 from ..ttt_core.hosts import comfy as host
 from ..ttt_core.report import describe_weights
 from ..ttt_core.spec import INNER_MODELS, KEY_NORMS, LOCALITIES
-from .common import ADVANCED, backend_input, report_output, result, schema
+from .common import backend_input, report_output, result, schema
 
 
 class TTTLinearize(io.ComfyNode):
@@ -31,7 +31,6 @@ class TTTLinearize(io.ComfyNode):
                     options=list(INNER_MODELS),
                     default="swiglu",
                     tooltip="swiglu: the paper's for SD3.5, 3 matrices a head. mlp2: the paper's for class-conditional DiT, 2 matrices a head.",
-                    extra_dict=ADVANCED,
                 ),
                 io.Combo.Input(
                     "key_norm",
@@ -39,14 +38,12 @@ class TTTLinearize(io.ComfyNode):
                     default="instance",
                     tooltip="instance: keys centred and scaled over the tokens, as in the paper. The others are for study; without centring "
                     "training can diverge.",
-                    extra_dict=ADVANCED,
                 ),
                 io.Combo.Input(
                     "locality",
                     options=list(LOCALITIES),
                     default="dwc_qk",
                     tooltip="dwc_qk: a depthwise 3x3 convolution on queries and keys, as in the paper. none: for study.",
-                    extra_dict=ADVANCED,
                 ),
                 io.Int.Input(
                     "seed",
@@ -55,10 +52,10 @@ class TTTLinearize(io.ComfyNode):
                     max=2**31 - 1,
                     control_after_generate=False,  # the UI would draw new layers, and calibrate anew, at every run
                     tooltip="Seed of the new layers' starting weights (normal, standard deviation 0.02).",
-                    extra_dict=ADVANCED,
                 ),
                 backend_input(),
             ],
+            advanced=["inner_model", "key_norm", "locality", "seed"],
             outputs=[io.Model.Output("ttt_model", display_name="MODEL", tooltip="The same model with TTT layers."), report_output()],
         )
 

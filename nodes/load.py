@@ -6,7 +6,7 @@ from ..ttt_core import TTTWeights
 from ..ttt_core.hosts import comfy as host
 from ..ttt_core.hosts import comfy_files as files
 from ..ttt_core.report import describe_weights
-from .common import ADVANCED, backend_input, report_output, result, schema
+from .common import backend_input, report_output, result, schema
 
 
 class TTTLoadModel(io.ComfyNode):
@@ -29,10 +29,10 @@ class TTTLoadModel(io.ComfyNode):
                     options=list(files.WEIGHT_DTYPES),
                     default="default",
                     tooltip="Type in which the base weights are kept: default, or an 8-bit one to save memory. TTT layers stay fp32.",
-                    extra_dict=ADVANCED,
                 ),
                 backend_input(),
             ],
+            advanced=["weight_dtype"],
             outputs=[io.Model.Output("ttt_model", display_name="MODEL", tooltip="The converted model."), report_output()],
         )
 
