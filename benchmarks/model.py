@@ -10,6 +10,7 @@ Appends one JSON line per size, preset and mode to results.jsonl.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 
 import _path  # noqa: F401
@@ -53,6 +54,30 @@ def gate(shape: Shape, dtype: torch.dtype, device: torch.device, backend: str, t
     return error
 
 
+def measure(shape, presets, mode, made, dtype, device, backend, repeats):
+    """(milliseconds, peak MiB) of each preset. On the CPU presets alternate, so that a neighbour's load hits all alike;
+    on a GPU they come one after the other, as two models at once would disturb the peak."""
+    times: dict[str, list[float]] = {}
+    peaks: dict[str, float | None] = {}
+    models: dict[str, MMDiT] = {}
+    for preset in presets:
+        model = build(shape, preset, dtype, device, backend)
+        if mode == "compiled":  # block by block, as hosts do: three kinds of block instead of 24 of them
+            for block in model.blocks:
+                block.compile()
+        model(*made)
+        peaks[preset] = peak_mib(lambda: model(*made), device)
+        if device.type == "cuda":
+            times[preset] = [milliseconds(lambda: model(*made), device, repeats)]
+            del model
+        else:
+            models[preset] = model
+    for _ in range(repeats if models else 0):
+        for preset, model in models.items():
+            times.setdefault(preset, []).append(milliseconds(lambda: model(*made), device, 1))
+    return {preset: statistics.median(t) for preset, t in times.items()}, peaks
+
+
 @torch.no_grad()
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -73,21 +98,14 @@ def main() -> None:
     backend = "triton" if backends()[0].available else "torch"
     error, here = gate(shape, dtype, device, backend, a.text), machine(device)
     print(f"{here['device']}, torch {here['torch']}, {shape}, backend {backend}, error {error:.1e}")
-    base: dict[tuple, float] = {}
     for pixels in a.pixels or ((1024, 2048, 4096) if gpu else (256, 512)):
         made = inputs(shape, (pixels, pixels), a.batch, a.text, dtype, device)
         repeats = a.repeats or (10 if gpu and pixels <= 1024 else 3)
-        for preset in a.presets:
-            for mode in a.modes or (("eager", "compiled") if gpu else ("eager",)):
-                model = build(shape, preset, dtype, device, backend)
-                if mode == "compiled":  # block by block, as hosts do: three kinds of block instead of 24 of them
-                    for block in model.blocks:
-                        block.compile()
-                model(*made)
-                peak = peak_mib(lambda: model(*made), device)
-                ms = milliseconds(lambda: model(*made), device, repeats)
-                base.setdefault((pixels, mode), ms)
-                ratio = base[pixels, mode] / ms if "none" in a.presets else None
+        for mode in a.modes or (("eager", "compiled") if gpu else ("eager",)):
+            times, peaks = measure(shape, a.presets, mode, made, dtype, device, backend, repeats)
+            for preset, ms in times.items():
+                ratio = times["none"] / ms if "none" in times else None
+                peak = peaks[preset]
                 record = {
                     "benchmark": "model", "pixels": pixels, "preset": preset, "mode": mode, "batch": a.batch,
                     "text_tokens": a.text, "depth": shape.depth, "width": shape.width, "backend": backend,
@@ -98,7 +116,6 @@ def main() -> None:
                 print(f"{pixels} px {preset} {mode}: {ms:.2f} ms{note}" + (f", peak {peak:.0f} MiB" if peak else ""))
                 if not a.no_write:
                     append(record)
-                del model
 
 
 if __name__ == "__main__":
