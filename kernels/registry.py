@@ -87,3 +87,14 @@ def choose(call: Call, name: str = "auto") -> Backend:
             return backend
     known = ", ".join(["auto", *(b.name for b in table)])
     raise BackendUnavailable(f"Unknown TTT backend '{name}'; choose one of: {known}.")
+
+
+def explain(call: Call, name: str = "auto") -> tuple[str, str]:
+    """(backend that this call takes, why those preferred to it do not run; "" when the first choice does).
+
+    For reports; raises as `choose` does.
+    """
+    chosen = choose(call, name)
+    passed = [b for b in _table() if name == "auto"]
+    passed = passed[: passed.index(chosen)] if chosen in passed else []
+    return chosen.name, " ".join(f"{b.name}: {b.unavailable() or b.refuses(call)}" for b in passed)

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from comfy_ttt.kernels import BackendUnavailable, backends, registry, triton_backend, ttt_swiglu
-from comfy_ttt.kernels.registry import Call, choose
+from comfy_ttt.kernels import BackendUnavailable, Call, backends, explain, registry, triton_backend, ttt_swiglu
+from comfy_ttt.kernels.registry import choose
 
 GPU = torch.device("cuda", 0)
 
@@ -75,6 +75,15 @@ def test_auto_prefers_triton_and_each_kind_of_layer_is_tested_once(a_gpu):
         (0, torch.bfloat16, 64, "swiglu"),
         (0, torch.float16, 128, "mlp2"),
     }
+
+
+def test_explain_names_what_runs_and_why(a_gpu):
+    assert explain(call()) == ("triton", "")
+    name, reason = explain(call(key_norm="rms"))
+    assert name == "torch" and reason.startswith("triton: It knows key norm 'instance' only")
+    assert explain(call(), "torch") == ("torch", "")
+    with pytest.raises(BackendUnavailable):
+        explain(call(key_norm="rms"), "triton")
 
 
 def test_old_gpus_and_failed_self_tests_become_reasons(monkeypatch):
