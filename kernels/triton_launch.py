@@ -196,6 +196,7 @@ def fused_forward(
         scales = empty(parts, batch, heads)
         rate = (1.0 if swiglu else -1.0) * dim**-0.5 / tokens
         run["update"]((parts, heads, batch), partial, w1, w2, w3, updated, packed, scales, splits, rate)
+        del keys, values, partial  # their memory serves the output
 
         p = _patches(text, height, width, apply_tile, batch * heads, c.programs)
         out = empty(batch, tokens, channels, dtype=q.dtype)
