@@ -6,7 +6,7 @@
 
 Rows: softmax, softmax fine-tuned, and for presets paper and all: untrained, calibrated, calibrated + fine-tuned, paper
 initialisation + fine-tuned, all fine-tuning with equal steps, data and rates on the whole model. Then the paper's
-ablations on preset all. Columns: flow loss on 180 digits never trained on (fixed noise, 4 noise levels each); accuracy
+ablations on preset all, shorter and to compare among themselves. Columns: flow loss on 180 digits never trained on (fixed noise, 4 noise levels each); accuracy
 of a scikit-learn classifier on samples (10 of each digit, same noise in every row); Frechet distance between its 32
 hidden activations on the samples and on the training digits.
 """
@@ -32,7 +32,7 @@ from comfy_ttt.ttt_core.finetune import FineTune, FineTuneSettings
 from comfy_ttt.ttt_core.measure import device_name
 
 RESULTS = Path(__file__).parent / "results.jsonl"
-CALIBRATION = CalibrationSettings(steps=300, samples=120, cfg=3.0)
+CALIBRATION = CalibrationSettings(steps=300, samples=160, cfg=3.0)
 TUNING = FineTuneSettings(mode="full", steps=120, batch=8, rate=1e-4, new_rate_factor=20, ema=0.97)
 EACH, STEPS, CFG = 10, 10, 3.0  # samples of each digit, Euler steps, guidance
 SIZE = 16  # latent side: 64 x 64 pixels
@@ -49,6 +49,10 @@ class Row:
     key_norm: str = "instance"
     locality: str = "dwc_qk"
     lost: str = ""
+    brief: bool = False  # an ablation: fewer steps and no samples, to compare among themselves
+
+
+BRIEF = {"calibration": {"steps": 150}, "tuning": {"steps": 40}}
 
 
 def rows() -> list[Row]:
@@ -60,10 +64,12 @@ def rows() -> list[Row]:
             Row("TTT calibrated + fine-tuned", preset, calibrated=True, tuned=True),
             Row("TTT paper init + fine-tuned", preset, tuned=True),
         ]
-    for kind in ("none", "scale", "center"):
-        table += [Row(f"key norm {kind}, calibrated", "all", calibrated=True, key_norm=kind), Row(f"key norm {kind}, fine-tuned", "all", tuned=True, key_norm=kind)]
-    table += [Row("no locality, calibrated", "all", calibrated=True, locality="none"), Row("no locality, fine-tuned", "all", tuned=True, locality="none")]
-    table += [Row("inherits MLP only, fine-tuned", "all", tuned=True, lost="attention"), Row("inherits attention only, fine-tuned", "all", tuned=True, lost="mlp")]
+    variants = [("as in the paper", {})]
+    variants += [(f"key norm {kind}", {"key_norm": kind}) for kind in ("none", "scale", "center")]
+    variants += [("no locality", {"locality": "none"})]
+    heirs = [("inherits MLPs only", {"lost": "attention"}), ("inherits attentions only", {"lost": "mlp"})]
+    table += [Row(f"{name}, fine-tuned", "all", tuned=True, brief=True, **options) for name, options in variants + heirs]
+    table += [Row(f"{name}, calibrated", "all", calibrated=True, brief=True, **options) for name, options in variants]
     return table
 
 
@@ -139,37 +145,44 @@ class Study:
         self.judge = Judge(quick)
         self._calibrated: dict[str, tuple[TTTWeights, float]] = {}
 
+    def settings(self, row: Row) -> tuple[CalibrationSettings, FineTuneSettings]:
+        brief = BRIEF if row.brief and not self.quick else {"calibration": {}, "tuning": {}}
+        return replace(self.calibration, **brief["calibration"]), replace(self.tuning, **brief["tuning"])
+
     def key(self, row: Row) -> dict:
         """What a result depends on; a row with the same key is not run again."""
-        return {"row": asdict(row), "base": self.base, "calibration": asdict(self.calibration), "tuning": asdict(self.tuning), "samples": [EACH, STEPS, CFG]}
+        calibration, tuning = self.settings(row)
+        key = {"row": asdict(row), "base": self.base, "samples": None if row.brief else [EACH, STEPS, CFG]}
+        return key | ({"calibration": asdict(calibration)} if row.calibrated else {}) | ({"tuning": asdict(tuning)} if row.tuned else {})
 
     def run(self, row: Row) -> dict:
         start = time.monotonic()
         facts: dict = {}
+        calibration, tuning = self.settings(row)
         spec = TTTSpec(row.attentions, key_norm=row.key_norm, locality=row.locality)
         weights = TTTWeights.new(self.model.geometry, spec, seed=self.seed, base_sketch=self.model.base_sketch)
         try:
             if row.calibrated:
-                weights, facts["calibration_seconds"] = self._calibrate(spec, weights)
+                weights, facts["calibration_seconds"] = self._calibrate(weights, calibration)
             weights.base_changes |= forget(self.model, row.lost, self.seed) if row.lost else {}
             if row.tuned:
                 before = time.monotonic()
-                weights = FineTune(self.model, weights, self.examples, self.tuning).run()
+                weights = FineTune(self.model, weights, self.examples, tuning).run()
                 facts["tuning_seconds"] = round(time.monotonic() - before, 1)
-            facts |= self._measure(weights)
+            facts |= self._measure(weights, row.brief)
         except TTTError as e:  # divergence is a result too
             facts["stopped"] = str(e)
         return facts | {"seconds": round(time.monotonic() - start, 1)}
 
-    def _calibrate(self, spec: TTTSpec, weights: TTTWeights) -> tuple[TTTWeights, float]:
-        name = spec.to_json()
+    def _calibrate(self, weights: TTTWeights, settings: CalibrationSettings) -> tuple[TTTWeights, float]:
+        name = weights.spec.to_json() + str(settings.steps)
         if name not in self._calibrated:
-            result, report = calibrate(self.model, weights, prompts(), [(SIZE, SIZE)], self.calibration)
+            result, report = calibrate(self.model, weights, prompts(), [(SIZE, SIZE)], settings)
             self._calibrated[name] = result, round(report.seconds, 1)
         result, seconds = self._calibrated[name]
         return replace(result, base_changes={}), seconds
 
-    def _measure(self, weights: TTTWeights) -> dict:
+    def _measure(self, weights: TTTWeights, brief: bool = False) -> dict:
         wanted = [d for d in range(10) for _ in range(1 if self.quick else EACH)]
 
         def velocity(x, t, context, pooled):
@@ -177,6 +190,8 @@ class Study:
 
         with torch.no_grad(), self.model.running(weights.layers, weights.base_changes):
             loss = hold_out_loss(self.model.transformer, SIZE)
+            if brief:
+                return {"loss": round(loss, 5)}
             steps = 2 if self.quick else STEPS
             samples = digits.sample(velocity, wanted, SIZE * 4, SIZE * 4, steps=steps, cfg=CFG, seed=self.seed)
         if not bool(torch.isfinite(samples).all()):
@@ -212,8 +227,8 @@ def print_table(results: list[tuple[Row, dict]]) -> None:
             continue
         untrained = by.get(("TTT untrained", row.attentions))
         closed = f"{(untrained - loss) / (untrained - softmax):.1%}" if untrained and softmax and row.attentions != "none" else ""
-        beside = f"{loss / tuned - 1:+.1%}" if tuned and row.tuned else ""
-        cells += [f"{loss:.4f}", closed, beside, f"{facts['accuracy']:.1%}", f"{facts['frechet']:.2f}", f"{facts['seconds']:.0f}"]
+        beside = f"{loss / tuned - 1:+.1%}" if tuned and row.tuned and not row.brief else ""
+        cells += [f"{loss:.4f}", closed, beside, *((f"{facts['accuracy']:.1%}", f"{facts['frechet']:.2f}") if "accuracy" in facts else ("", "")), f"{facts['seconds']:.0f}"]
         print("| " + " | ".join(cells) + " |")
 
 

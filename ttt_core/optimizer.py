@@ -19,7 +19,8 @@ def build_optimizer(kind: str, groups: list[dict], weight_decay: float, device: 
     Raises TTTError for an unknown kind, or when neither library can give the 8-bit one here.
     """
     if kind == "adamw":
-        return torch.optim.AdamW(groups, betas=BETAS, weight_decay=weight_decay)
+        # Fused: without it the default on CUDA makes temporary copies as large as the trained weights.
+        return torch.optim.AdamW(groups, betas=BETAS, weight_decay=weight_decay, fused=device.type == "cuda" or None)
     if kind == "adamw8bit":
         return _eight_bit(device)(groups, betas=BETAS, weight_decay=weight_decay)
     raise TTTError(f"Optimizer '{kind}' is not known; choose one of {', '.join(OPTIMIZERS)}.")

@@ -19,7 +19,7 @@ _LARGEST_HALF = 6e4
 @dataclass(frozen=True)
 class Sample:
     """One sample of one attention: q, k, v (N, C) whole, because the layer sums over all tokens; out (M, C) at the M
-    tokens `picked`. Half precision, on the CPU."""
+    tokens `picked`. Half precision, on the CPU. run: which sampling run it is from."""
 
     q: Tensor
     k: Tensor
@@ -28,6 +28,7 @@ class Sample:
     picked: Tensor
     grid: tuple[int, int]
     text_tokens: int
+    run: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -50,10 +51,10 @@ class Recorder:
         self.samples: dict[AttentionId, list[Sample]] = defaultdict(list)
         self._target_tokens, self._generator = target_tokens, torch.Generator().manual_seed(seed)
         self._elements: list[int] = []
-        self._where = ""
+        self._where, self._run = "", 0
 
-    def pick(self, elements: Iterable[int], where: str) -> None:
-        self._elements, self._where = list(elements), where
+    def pick(self, elements: Iterable[int], where: str, run: int = 0) -> None:
+        self._elements, self._where, self._run = list(elements), where, run
 
     @torch.no_grad()
     def __call__(self, record: Record) -> None:
@@ -70,7 +71,7 @@ class Recorder:
                     f"The model gave NaN or infinity in attention {record.attention} at {self._where}, before anything was fitted; "
                     "try another weight dtype for the base (bf16 or default), or remove the last LoRA or patch."
                 )
-            self.samples[record.attention].append(Sample(*parts, picked, record.grid, record.text_tokens))
+            self.samples[record.attention].append(Sample(*parts, picked, record.grid, record.text_tokens, self._run))
 
 
 def _half(x: Tensor) -> Tensor:
