@@ -161,6 +161,16 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(model, data, t
     assert out.made == expected.made and all(torch.equal(t, layer_tensors(expected)[n]) for n, t in layer_tensors(out).items())
 
 
+def test_cancelled_before_the_first_step_can_be_resumed(model, data, tmp_path):
+    path = tmp_path / "s.safetensors"
+    out = FineTune(model, new_weights(model, "self:0"), data, FineTuneSettings(steps=3, **SMALL)).run(path=path, cancel=lambda: True)
+    assert out.made["state"] == "untrained"
+    again = FineTune(model, new_weights(model, "self:0"), data, FineTuneSettings(steps=1, **SMALL))
+    again.resume(path)
+    again.run()
+    assert again.done == 1
+
+
 def test_changed_base_tensors_that_are_not_trained_travel_along(model, data, tmp_path):
     weights, name = new_weights(model, "self:0"), PREFIX + "joint_blocks.2.x_block.mlp.fc1.weight"
     weights.base_changes[name] = model.base_tensors()[name] * 1.5

@@ -296,7 +296,8 @@ class FineTune:
                 raise TTTError(f"'{name}' was made with another {what.replace('_', ' ')} ({_difference(theirs, ours)}); use the same, or start a new file.")
         try:
             with training_mode(), torch.no_grad():
-                import_state(self.optimizer, self.trained, parts.get("optimizer", {}), facts["optimizer"])
+                if facts["step"]:  # before the first step an optimizer has no state
+                    import_state(self.optimizer, self.trained, parts.get("optimizer", {}), facts["optimizer"])
                 for value, saved in self._pairs(parts):
                     value.copy_(saved)
         except (KeyError, RuntimeError, TypeError) as e:
