@@ -47,7 +47,7 @@ class TTTCompare(io.ComfyNode):
                     tooltip="Untimed runs of each model and size before the clock starts; 0 counts loading and compiling in.",
                 ),
                 io.Model.Input("model_c", optional=True, tooltip="A third model, for example softmax with another attention backend."),
-                io.Model.Input("model_d", optional=True, tooltip="A fourth model."),
+                io.Model.Input("model_d", optional=True, tooltip="A fourth model; each arm costs as many runs as the others."),
                 io.Vae.Input("vae", optional=True, tooltip="Decodes the results for side_by_side and difference; not timed. Without it the difference is that of the latents."),
                 io.String.Input("label_c", default="third", optional=True, tooltip="Name of the third model in the chart and the table."),
                 io.String.Input("label_d", default="fourth", optional=True, tooltip="Name of the fourth model in the chart and the table."),
@@ -92,7 +92,7 @@ class TTTCompare(io.ComfyNode):
         series = sampling.compare_models(
             [a[1:] for a in arms], settings, positive, negative, latent, sizes=sizes, repeats=repeats, warmup=warmup, say=say_on(cls)
         )
-        series.notes.append("numbers: " + " and ".join(str(p) for p in series.save(sampling.results_folder())))
+        series.notes.append("numbers: " + " and ".join(f"{p.parent.name}/{p.name}" for p in series.save(sampling.results_folder())) + " in the output folder")
         results = series.last.arms
         latents = {letter: {**latent, "samples": r.latent} for (letter, *_), r in zip(arms, results, strict=True)}
         c, d = (latents.get(letter, ExecutionBlocker(None)) for letter in "cd")
