@@ -120,6 +120,14 @@ def ttt_reference(
     q, k, v (B, N, C); weights of shape (H, d, d) each; convs (weight (C, 1, 3, 3), bias (C,)) or None.
     Returns (out (B, N, C) in q's dtype, updated weights (B, H, d, d) in fp32 or fp64).
     """
+    arguments = q, k, v, weights, q_conv, k_conv, grid, text_tokens, inner_model, key_norm
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):  # it would take the products in half precision again
+            return _layer(*arguments)
+    return _layer(*arguments)
+
+
+def _layer(q, k, v, weights, q_conv, k_conv, grid, text_tokens, inner_model, key_norm):
     step, apply = _INNER[inner_model]
     dtype = compute_dtype(q)
     heads, dim = weights[0].shape[0], weights[0].shape[1]

@@ -69,12 +69,12 @@ def _missing() -> str | None:
 def _import_problem() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton; on Windows triton-windows)."
+    if not interpreting() and not torch.cuda.is_available():
+        return "PyTorch sees no NVIDIA or AMD GPU."
     try:
         import triton  # noqa: F401
     except Exception as error:  # a broken installation must not take the node pack down with it
         return f"Triton does not import ({_first_line(error)})."
-    if not interpreting() and not torch.cuda.is_available():
-        return "PyTorch sees no NVIDIA or AMD GPU."
     return None
 
 

@@ -109,3 +109,12 @@ def test_the_table_ends_with_torch_which_takes_everything():
     table = registry._table()
     assert [b.name for b in table] == ["triton", "torch"]
     assert table[-1].unavailable() is None and table[-1].refuses(call(dtype=torch.float64, head_dim=7)) is None
+
+
+def test_autocast_leaves_the_reference_in_fp32():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 12, 64, generator=g) for _ in range(3))
+    weights = [torch.randn(1, 64, 64, generator=g) * 0.1 for _ in range(3)]
+    plain = ttt_swiglu(q, k, v, *weights, grid=(3, 4), backend="torch")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(ttt_swiglu(q, k, v, *weights, grid=(3, 4), backend="torch"), plain)
