@@ -140,6 +140,19 @@ def test_no_break_even_is_invented():
     assert always.break_even() is None and "at each of these sizes" in always.table()
 
 
+def test_a_crossing_inside_the_noise_is_no_break_even():
+    noisy = Series([at(256, result("s", 1.0, 1.2), result("t", 1.1, 1.2)), at(1024, result("s", 2.0), result("t", 1.0))])
+    assert noisy.comparisons[0].speedup < 1 and noisy.break_even() is None and "no break-even can be read off" in noisy.table()
+    between = Series([at(64, result("s", 1.0), result("t", 4.0)), *noisy.comparisons])
+    assert 256 < between.break_even() < 1024
+
+
+def test_a_gain_that_is_lost_again_counts_from_the_last_loss():
+    rows = [(64, 2.0), (256, 1.0), (1024, 0.5), (4096, 2.0)]
+    series = Series([at(n, result("s", gain), result("t", 1.0)) for n, gain in rows if gain != 1.0])
+    assert series.break_even() == pytest.approx(2048)
+
+
 def test_files_hold_what_the_table_says(tmp_path):
     series = Series([at(256, result("s", 1.0, 1.2), result("t", 2.0, 2.1))], ["a note"])
     first, second = series.save(tmp_path), series.save(tmp_path)

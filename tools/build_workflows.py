@@ -62,7 +62,7 @@ def quickstart_cpu(graph: Graph) -> None:
             "- two pictures of the digit you ask for, much alike;\n"
             "- a chart of seconds and memory, and a sentence that says which of the two is faster **here**, or that the difference is noise. "
             "On a CPU softmax is slow, so TTT can win early; on a GPU the gain needs many more tokens.\n\n"
-            "**Try**: another digit; another size (256 to 768); `sizes` = `256 512 768` in TTT Compare for a curve with the break-even point."
+            "**Try**: another digit; another size (256 to 512); `sizes` = `128 256 384 512` in TTT Compare for a curve with the break-even point."
         )
     with graph.group("1  The tiny model, plain and with TTT", column=1, width=360):
         base = graph.add("UNETLoader", "Load the tiny digits model (demo)", unet_name=TINY_BASE, weight_dtype="default")

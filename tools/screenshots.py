@@ -22,7 +22,7 @@ THUMBNAIL = (640, 360)
 SHOWN = (  # workflow, the node that does the work, changed widgets, name of the picture
     ("quickstart_cpu", "TTTCompare", {}, "quickstart"),
     ("inspect_cpu", "TTTInspect", {}, "inspect"),
-    ("quickstart_cpu", "TTTCompare", {"sizes": "256 384 512 768", "steps": 6}, "sizes"),
+    ("quickstart_cpu", "TTTCompare", {"sizes": "128 256 384 512", "steps": 8}, "sizes"),
 )
 MARGIN = 12  # pixels around the graph in a thumbnail
 PANEL = (70, 90, 20, 70)  # left, top, right, bottom that the UI's own bars take
@@ -73,6 +73,13 @@ def run_open_graph(browser: Browser, node: str, seconds: float = 900, on_progres
     raise TimeoutError(f"the workflow was not done within {seconds:.0f} seconds")
 
 
+def show_help(browser: Browser, node: str) -> None:
+    """Selects the first node of this class in the open graph and opens its help beside it."""
+    browser.page.evaluate("type => app.canvas.selectNode(app.graph._nodes.find(n => n.type === type))", node)
+    browser.page.get_by_test_id("info-button").click()
+    time.sleep(2)
+
+
 def ui_file(name: str, **widgets) -> dict:
     """A shipped workflow, with other values for the first widgets of these names in TTT Compare."""
     workflow = json.loads((PACK / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
@@ -109,6 +116,10 @@ def main(argv: list[str] | None = None) -> int:
                 browser.fit()
                 browser.screenshot(options.out / f"{to}.jpg")
                 print(options.out / f"{to}.jpg", flush=True)
+                if name == "inspect_cpu":
+                    show_help(browser, node)
+                    browser.screenshot(options.out / "help.jpg")
+                    browser.page.get_by_role("button", name="Toggle properties panel").first.click()
                 if not changes:
                     thumbnail(browser, options.thumbnails / f"{name}.jpg")
     return 0

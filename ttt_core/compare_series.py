@@ -54,12 +54,18 @@ class Series:
         return sorted(self.comparisons, key=lambda c: c.tokens)
 
     def break_even(self, arm: int = 1) -> float | None:
-        """Image tokens from which this arm is as fast as the first one, or None when no two sizes lie on either side.
+        """Image tokens from which this arm is as fast as the first one; None unless it is slower at a smaller size and
+        faster at a larger one, both beyond the noise.
 
-        Read off a straight line, in logarithms of tokens and of speed-up, between the two sizes around it.
+        Read off a straight line, in logarithms of tokens and of speed-up, between the two sizes around the crossing.
         """
-        found, rows = None, [c for c in self.by_tokens() if c.tokens]
-        for small, large in zip(rows, rows[1:], strict=False):
+        rows = [c for c in self.by_tokens() if c.tokens]
+        clear = [(c.speedup_of(arm) > 1) - (c.speedup_of(arm) < 1) if not c.is_noise(arm) else 0 for c in rows]
+        slower = max((i for i, sign in enumerate(clear) if sign < 0), default=None)
+        faster = next((i for i, sign in enumerate(clear) if sign > 0 and slower is not None and i > slower), None)
+        if faster is None:
+            return None
+        for small, large in zip(rows[slower:faster], rows[slower + 1 : faster + 1], strict=True):
             a, b = math.log(small.speedup_of(arm)), math.log(large.speedup_of(arm))
             if a < 0 <= b:
                 start, end = math.log(small.tokens), math.log(large.tokens)
@@ -73,11 +79,11 @@ class Series:
         if tokens is not None:
             side = PIXELS_PER_TOKEN * math.sqrt(tokens)
             return f"{other} breaks even with {first} at about {tokens:,.0f} image tokens ({side:.0f} x {side:.0f} pixels)."
-        if rows[-1].speedup_of(arm) < 1:
+        if all(c.speedup_of(arm) < 1 for c in rows):
             return f"{other} is not faster than {first} at any of these sizes; no break-even up to {rows[-1].tokens:,} image tokens."
         if all(c.speedup_of(arm) >= 1 for c in rows):
             return f"{other} is at least as fast as {first} at each of these sizes, from {rows[0].tokens:,} image tokens on."
-        return f"{other} against {first} goes both ways over these sizes; no break-even can be read off."
+        return f"{other} against {first}: no break-even can be read off; at some of these sizes the difference is noise, or it goes both ways."
 
     def table(self) -> str:
         """The numbers of every size as text, then the break-even of each arm, then the notes."""
