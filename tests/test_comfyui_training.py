@@ -138,8 +138,8 @@ def test_a_long_negative_prompt_calibrates_too(base):
     assert "calibrated" in report
 
 
-def interrupt_after(monkeypatch, count):
-    """ComfyUI's cancel, pressed when the `count`-th progress text is shown."""
+def interrupt_after(monkeypatch, count, words=""):
+    """ComfyUI's cancel, pressed when a progress text with these words is shown for the `count`-th time."""
     import comfy.model_management as management
 
     from comfy_ttt.ttt_core.hosts import comfy_tuning
@@ -147,7 +147,7 @@ def interrupt_after(monkeypatch, count):
     seen = []
 
     def line(self, say, text):
-        seen.append(text)
+        seen.extend([text] if words in text else [])
         if len(seen) == count:
             management.interrupt_current_processing()
 
@@ -158,7 +158,7 @@ def interrupt_after(monkeypatch, count):
 def test_cancelled_calibration_keeps_what_is_fitted(base, monkeypatch):
     from comfy_ttt.ttt_core.hosts import comfy_files as files
 
-    interrupted = interrupt_after(monkeypatch, 2 * 8 + 40 + 10)  # recording, the first attention, part of the second
+    interrupted = interrupt_after(monkeypatch, 10, "fitting self:1")  # the second attention, part of the way
     with pytest.raises(interrupted):
         calibrate(linearize(base), filename="stopped")
     weights = TTTWeights.load(files.find_file("stopped_partial_00001.safetensors"))
