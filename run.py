@@ -127,6 +127,9 @@ def test(arguments: list[str]) -> int:
     set_up()
     root = get_comfyui()
     environment = {**os.environ, **({"COMFYUI_PATH": str(root)} if root else {})}
+    if not any(a.startswith(("-n", "-p")) for a in arguments):
+        arguments = ["-n", "2", "--dist", "loadfile", *arguments]
+        environment.setdefault("OMP_NUM_THREADS", "1")  # two workers that each take all cores only wait for each other
     return subprocess.run([PYTHON, "-m", "pytest", *arguments], cwd=ROOT, env=environment).returncode
 
 
