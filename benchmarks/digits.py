@@ -1,6 +1,6 @@
 """What calibrating and fine-tuning are worth, on the digit model: one table, seeds fixed, on a CPU.
 
-    python benchmarks/digits.py            all rows, about 40 minutes on two cores; rows that are in results.jsonl are kept
+    python benchmarks/digits.py            all rows, about 15 minutes of one core; rows that are in results.jsonl are kept
     python benchmarks/digits.py --quick    a few steps of a few rows, to see that it runs; written nowhere
     python benchmarks/digits.py --table    print the table from results.jsonl
 
@@ -236,12 +236,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few steps of the first rows, nothing is written")
     parser.add_argument("--table", action="store_true", help="only print what results.jsonl has for the model and these settings")
+    parser.add_argument("--part", choices=("all", "main", "ablations"), default="all", help="run these rows only (two processes can share the work)")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     study, results = Study(args.quick), []
     print(f"classifier: {study.judge.hold_out_accuracy:.1%} of the hold-out digits, Frechet distance of those {study.judge.floor:.2f}", flush=True)
-    for row in rows()[:6] if args.quick else rows():
+    wanted = {"all": (False, True), "main": (False,), "ablations": (True,)}[args.part]
+    for row in rows()[:6] if args.quick else [r for r in rows() if r.brief in wanted]:
         found = None if args.quick else stored(study.key(row))
         if found is None and args.table:
             continue
