@@ -19,11 +19,7 @@ from ..demo.headless import PACK
 from .browser import Browser, ui_server, why_no_browser
 
 THUMBNAIL = (640, 360)
-SHOWN = (  # workflow, the node that does the work, changed widgets, name of the picture
-    ("quickstart_cpu", "TTTCompare", {}, "quickstart"),
-    ("inspect_cpu", "TTTInspect", {}, "inspect"),
-    ("quickstart_cpu", "TTTCompare", {"sizes": "128 256 384 512", "steps": 8}, "sizes"),
-)
+SHOWN = (("quickstart_cpu", "TTTCompare"), ("inspect_cpu", "TTTInspect"))  # workflow, the node that does the work
 MARGIN = 12  # pixels around the graph in a thumbnail
 PANEL = (70, 90, 20, 70)  # left, top, right, bottom that the UI's own bars take
 
@@ -109,19 +105,19 @@ def main(argv: list[str] | None = None) -> int:
                 browser.open(json.loads(path.read_text(encoding="utf-8")))
                 thumbnail(browser, options.thumbnails / f"{path.stem}.jpg")
                 print(options.thumbnails / f"{path.stem}.jpg", flush=True)
-            for name, node, changes, to in SHOWN if not options.only_thumbnails else ():
-                browser.open(ui_file(name, **changes))
+            for name, node in SHOWN if not options.only_thumbnails else ():
+                browser.open(ui_file(name))
                 browser.fit()
                 run_open_graph(browser, node)
                 browser.fit()
-                browser.screenshot(options.out / f"{to}.jpg")
-                print(options.out / f"{to}.jpg", flush=True)
-                if name == "inspect_cpu":
-                    show_help(browser, node)
-                    browser.screenshot(options.out / "help.jpg")
-                    browser.page.get_by_role("button", name="Toggle properties panel").first.click()
-                if not changes:
-                    thumbnail(browser, options.thumbnails / f"{name}.jpg")
+                browser.screenshot(options.out / f"{name}.jpg")
+                print(options.out / f"{name}.jpg", flush=True)
+                thumbnail(browser, options.thumbnails / f"{name}.jpg")
+            if not options.only_thumbnails:
+                browser.fit()
+                show_help(browser, node)
+                browser.screenshot(options.out / "help.jpg")
+                print(options.out / "help.jpg", flush=True)
     return 0
 
 

@@ -80,18 +80,17 @@ class Comparison:
         low, high = self.speedup_range(arm)
         return low <= 1 <= high
 
-    def verdict(self) -> str:
+    def verdict(self, with_reason: bool = True) -> str:
         """One plain sentence for each arm after the first, and the reason once if any of them is not faster."""
         sentences = [self._verdict_of(i) for i in range(1, len(self.arms))]
         gained = all(self.speedup_of(i) > 1 and not self.is_noise(i) for i in range(1, len(self.arms)))
-        return " ".join(sentences if gained or not self.reason else [*sentences, self.reason])
+        return " ".join(sentences if gained or not self.reason or not with_reason else [*sentences, self.reason])
 
     def _verdict_of(self, arm: int) -> str:
         first, other, gain = self.arms[0].label, self.arms[arm].label, self.speedup_of(arm)
         low, high = self.speedup_range(arm)
         if len(self.arms[0].totals) < 2:
-            said = f"{other} took {1 / gain:.2f}x the time of {first}, but one run each says nothing about noise; set repeats to 3 or more."
-            return said
+            return f"{other} took {1 / gain:.2f}x the time of {first}, but one run each says nothing about noise; set repeats to 3 or more."
         if self.is_noise(arm):
             return f"{other} and {first}: no difference beyond the spread between runs ({gain:.2f}x, runs from {low:.2f}x to {high:.2f}x)."
         if gain > 1:

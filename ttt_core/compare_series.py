@@ -94,9 +94,9 @@ class Series:
 
     def verdict(self) -> str:
         """The sentences alone, without numbers in columns: for a place that has no room for a table."""
-        lines = [f"{c.size}: {c.verdict()}" for c in self.comparisons]
-        if len(lines) > 1:
-            lines += [self.break_even_line(i) for i in range(1, len(self.last.arms))]
+        several = len(self.comparisons) > 1
+        lines = [self.break_even_line(i) for i in range(1, len(self.last.arms))] if several else []
+        lines += [f"{c.size}: {c.verdict(with_reason=not several)}" for c in self.comparisons]
         return "\n".join([*lines, *self.notes])
 
     def records(self) -> list[dict]:
