@@ -134,10 +134,10 @@ def frechet(a: np.ndarray, b: np.ndarray) -> float:
 
 
 class Study:
-    def __init__(self, quick: bool, seed: int = 0):
+    def __init__(self, quick: bool, seed: int = 0, tuning_steps: int = TUNING.steps):
         self.quick, self.seed = quick, seed
         self.calibration = replace(CALIBRATION, seed=seed, **({"steps": 8, "samples": 16} if quick else {}))
-        self.tuning = replace(TUNING, seed=seed, **({"steps": 3, "batch": 4} if quick else {}))
+        self.tuning = replace(TUNING, **{"seed": seed, "steps": tuning_steps} | ({"steps": 3, "batch": 4} if quick else {}))
         self.model = load_model()
         tensors = sorted(self.model.base_tensors().items())
         self.base = hashlib.sha256(b"".join(t.numpy().tobytes() for _, t in tensors)).hexdigest()[:12]
@@ -237,10 +237,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps of the first rows, nothing is written")
     parser.add_argument("--table", action="store_true", help="only print what results.jsonl has for the model and these settings")
     parser.add_argument("--part", choices=("all", "main", "ablations"), default="all", help="run these rows only (two processes can share the work)")
+    parser.add_argument("--tuning-steps", type=int, default=TUNING.steps, help=f"fine-tuning steps outside the ablations (default {TUNING.steps})")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    study, results = Study(args.quick), []
+    study, results = Study(args.quick, tuning_steps=args.tuning_steps), []
     print(f"classifier: {study.judge.hold_out_accuracy:.1%} of the hold-out digits, Frechet distance of those {study.judge.floor:.2f}", flush=True)
     wanted = {"all": (False, True), "main": (False,), "ablations": (True,)}[args.part]
     for row in rows()[:6] if args.quick else [r for r in rows() if r.brief in wanted]:

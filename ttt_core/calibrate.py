@@ -2,6 +2,9 @@
 
 Recorded along real sampling runs: (q, k, v, softmax output) of each attention; regressed: the layer's output on
 softmax's. So it runs in the memory of inference plus a budget the user sets (design section 6; ours, not the paper's).
+
+There is no second pass on the converted model's own inputs: on the digit model the layers are as close to softmax there
+(7.4 %, 7.8 %, 5.8 % of its output) as on the original's inputs (7.4 %, 7.6 %, 5.7 %), so errors do not build up.
 """
 
 from __future__ import annotations
