@@ -36,7 +36,7 @@ class TTTCalibrate(io.ComfyNode):
                 io.Conditioning.Input("negative", optional=True, tooltip="Negative prompt of the sampling runs; without it an all-zero one."),
                 io.String.Input(
                     "sizes", default="", optional=True,
-                    tooltip="Several picture sizes in pixels, such as 1024x1024 832x1216. Empty: the latent's size.",
+                    tooltip="Several picture sizes in pixels, such as 1024x1024 832x1216; layers fit the sizes they were calibrated at, so name all you sample. Empty: the latent's size.",
                 ),
                 io.Float.Input("learning_rate", default=DEFAULTS.rate, min=1e-6, max=1.0, step=1e-4, round=1e-6, optional=True,
                                tooltip="Adam's rate at the start; it falls to 0 along a cosine."),
