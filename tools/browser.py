@@ -103,9 +103,9 @@ class Browser:
         return self.page.evaluate("async () => (await app.graphToPrompt()).output")
 
     def nodes(self) -> list[dict]:
-        """Of every node: id, type, place and size, the least size it needs, and whether its class is unknown."""
+        """Of every node: id, type, title, place and size, the least size it needs, and whether its class is unknown."""
         return self.page.evaluate(
-            "() => app.graph._nodes.map(n => ({id: n.id, type: n.type, pos: [...n.pos], size: [...n.size], least: [...n.computeSize()],"
+            "() => app.graph._nodes.map(n => ({id: n.id, type: n.type, title: n.title, pos: [...n.pos], size: [...n.size], least: [...n.computeSize()],"
             " unknown: !LiteGraph.registered_node_types[n.type], images: n.imgs?.length ?? 0, red: !!n.has_errors}))"
         )
 

@@ -19,6 +19,7 @@ from ..demo.headless import PACK
 from .browser import Browser, ui_server, why_no_browser
 
 THUMBNAIL = (640, 360)
+HELP_PICTURES = {"TTTCompare": "Chart", "TTTInspect": "What one token depends on"}  # node: title of the node that shows the picture
 SHOWN = (("quickstart_cpu", "TTTCompare"), ("inspect_cpu", "TTTInspect"))  # workflow, the node that does the work
 MARGIN = 12  # pixels around the graph in a thumbnail
 PANEL = (70, 90, 20, 70)  # left, top, right, bottom that the UI's own bars take
@@ -76,6 +77,18 @@ def show_help(browser: Browser, node: str) -> None:
     time.sleep(2)
 
 
+def help_picture(browser: Browser, node: str) -> None:
+    """Keeps what the last run showed for this class of node as web/docs/<node>.jpg, for its help."""
+    from PIL import Image
+
+    shower = next(str(n["id"]) for n in browser.nodes() if n["title"] == HELP_PICTURES[node])
+    entry = list(browser.server.get("/history").values())[-1]
+    (shown,) = entry["outputs"][shower]["images"]
+    picture = Image.open(browser.server.base / shown["type"] / shown["subfolder"] / shown["filename"]).convert("RGB")
+    picture.thumbnail((900, 900), Image.LANCZOS)
+    picture.save(PACK / "web" / "docs" / f"{node}.jpg", quality=80, optimize=True)
+
+
 def ui_file(name: str, **widgets) -> dict:
     """A shipped workflow, with other values for the first widgets of these names in TTT Compare."""
     workflow = json.loads((PACK / "workflows" / f"{name}.json").read_text(encoding="utf-8"))
@@ -113,6 +126,7 @@ def main(argv: list[str] | None = None) -> int:
                 browser.screenshot(options.out / f"{name}.jpg")
                 print(options.out / f"{name}.jpg", flush=True)
                 thumbnail(browser, options.thumbnails / f"{name}.jpg")
+                help_picture(browser, node)
             if not options.only_thumbnails:
                 browser.fit()
                 show_help(browser, node)
