@@ -70,6 +70,12 @@ def test_names_and_readable_metadata(saved):
     assert TTTSpec.from_json(meta["ttt.spec"]) == TTTSpec()
 
 
+def test_others_may_read_the_file_as_any_other_new_file(saved):
+    plain = saved.with_name("plain")
+    plain.touch()
+    assert saved.stat().st_mode == plain.stat().st_mode
+
+
 def test_version_is_the_packages():
     from pathlib import Path
 

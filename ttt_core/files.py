@@ -22,12 +22,14 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch()
+        mode = temporary.stat().st_mode
     except OSError as e:
         raise TTTError(f"Cannot write '{path}': {e.strerror or e}. Choose a folder that exists and can be written, then save again.") from e
     try:
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
+        os.chmod(temporary, mode)  # safetensors makes its files readable by the owner alone
         os.replace(temporary, path)
     except OSError as e:
         raise TTTError(f"Cannot write '{path}': {e.strerror or e}. Free some space or choose another folder, then save again.") from e
