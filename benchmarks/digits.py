@@ -238,13 +238,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="only print what results.jsonl has for the model and these settings")
     parser.add_argument("--part", choices=("all", "main", "ablations"), default="all", help="run these rows only (two processes can share the work)")
     parser.add_argument("--tuning-steps", type=int, default=TUNING.steps, help=f"fine-tuning steps outside the ablations (default {TUNING.steps})")
+    parser.add_argument("--only", default="", help="run only rows whose 'name, attentions' holds this text, such as 'calibrated + fine-tuned, all'")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     study, results = Study(args.quick, tuning_steps=args.tuning_steps), []
     print(f"classifier: {study.judge.hold_out_accuracy:.1%} of the hold-out digits, Frechet distance of those {study.judge.floor:.2f}", flush=True)
     wanted = {"all": (False, True), "main": (False,), "ablations": (True,)}[args.part]
-    for row in rows()[:6] if args.quick else [r for r in rows() if r.brief in wanted]:
+    for row in rows()[:6] if args.quick else [r for r in rows() if r.brief in wanted and args.only in f"{r.name}, {r.attentions}"]:
         found = None if args.quick else stored(study.key(row))
         if found is None and args.table:
             continue
