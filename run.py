@@ -115,6 +115,7 @@ def comfyui_version(root: Path) -> str:
 
 
 def demo(options: argparse.Namespace) -> int:
+    find_comfyui()  # a wrong COMFYUI_PATH is refused before anything is installed
     set_up()
     root = get_comfyui()
     inner = [PYTHON, "-m", "comfy_ttt.demo.quickstart", "--size", str(options.size), "--out", str(Path(options.out).resolve())]
@@ -124,6 +125,7 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def test(arguments: list[str]) -> int:
+    find_comfyui()
     set_up()
     root = get_comfyui()
     environment = {**os.environ, **({"COMFYUI_PATH": str(root)} if root else {})}
@@ -147,6 +149,8 @@ def main() -> int:
         return test(rest)
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
+    if options.size % 16 or not 64 <= options.size <= 768:
+        parser.error(f"--size must be a multiple of 16 from 64 to 768, got {options.size}")
     return demo(options)
 
 

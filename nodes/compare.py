@@ -92,7 +92,7 @@ class TTTCompare(io.ComfyNode):
         series = sampling.compare_models(
             [a[1:] for a in arms], settings, positive, negative, latent, sizes=sizes, repeats=repeats, warmup=warmup, say=say_on(cls)
         )
-        series.notes.append("numbers: " + " and ".join(f"{p.parent.name}/{p.name}" for p in series.save(sampling.results_folder())) + " in the output folder")
+        series.notes.append(_save(series))
         results = series.last.arms
         latents = {letter: {**latent, "samples": r.latent} for (letter, *_), r in zip(arms, results, strict=True)}
         c, d = (latents.get(letter, ExecutionBlocker(None)) for letter in "cd")
@@ -104,6 +104,14 @@ class TTTCompare(io.ComfyNode):
         return io.NodeOutput(
             latents["a"], latents["b"], chart, series.last.speedup, table, pictures, difference, c, d, *numbers, ui=shown
         )
+
+
+def _save(series) -> str:
+    """Where the numbers are, or why they could not be written: a measurement is shown all the same."""
+    try:
+        return "numbers: " + " and ".join(f"{p.parent.name}/{p.name}" for p in series.save(sampling.results_folder())) + " in the output folder"
+    except OSError as e:
+        return f"numbers could not be written to {sampling.results_folder()}: {e.strerror or e}"
 
 
 def _pictures(results, vae):

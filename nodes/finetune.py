@@ -86,5 +86,11 @@ class TTTFineTune(io.ComfyNode):
             save_every=value.get("save_every", 100), sample_every=value.get("sample_every", 0), vae=value.get("vae"), say=say_on(cls),
         )  # fmt: skip
         found = host.attached(out)
-        report = f"Saved {path}\nloss {run.losses[0]:.4f} at step 1, {run.losses[-1]:.4f} at step {run.done}\n"
+        report = f"Saved {path}\n{_what_was_done(run)}\nloss {run.losses[0]:.4f} at step 1, {run.losses[-1]:.4f} at step {run.done}\n"
         return result(cls, out, {"loss": run.losses}, picture, report=report + describe_weights(found.weights, found.backend))
+
+
+def _what_was_done(run) -> str:
+    if run.resumed and run.done == run.resumed:
+        return f"already at step {run.done} of {run.settings.steps}: nothing was trained. Set more steps, turn resume off, or choose another filename."
+    return f"trained steps {run.resumed + 1} to {run.done}" + (f", going on from the state of step {run.resumed}" if run.resumed else "")

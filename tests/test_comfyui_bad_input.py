@@ -123,7 +123,7 @@ def test_saving_a_plain_model_and_bad_names(base, node):
     with pytest.raises(TTTError, match="TTT Save Weights: the connected MODEL has no TTT layers"):
         run_node(node("TTTSaveWeights"), model=base, filename="x")
     model = run_node(node("TTTLinearize"), model=base, attentions="paper")[0]
-    for name in ("", "../../escape", "/tmp/escape", "a:b"):
+    for name in ("", "../../escape", "/tmp/escape", "a:b", ".", "./", "dir/.", "x" * 300):
         with pytest.raises(TTTError, match="is not a usable file name"):
             run_node(node("TTTSaveWeights"), model=model, filename=name)
 

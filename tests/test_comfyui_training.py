@@ -165,9 +165,43 @@ def test_cancelled_calibration_keeps_what_is_fitted(base, monkeypatch):
     assert weights.made["attentions"] == "self:0" and not [n for n in files.list_files() if n.startswith("stopped_0")]
 
 
+@pytest.mark.parametrize("call, kept", [(3, ""), (0, "self:0")])
+def test_calibration_cancelled_inside_the_model_keeps_what_is_fitted(base, monkeypatch, call, kept):
+    """ComfyUI raises its interruption out of any operation of the model; recording in two passes, the second is hit."""
+    import comfy.model_management as management
+
+    from comfy_ttt.ttt_core import calibrate as core
+    from comfy_ttt.ttt_core.hosts import comfy_files as files
+    from comfy_ttt.ttt_core.hosts.comfy_training import ComfyTrainable
+
+    calls, velocity, record = [], ComfyTrainable.velocity, core._record
+
+    def interrupted(self, *args):
+        calls.append(1)
+        if len(calls) == call or (kept and core._passes == 2):
+            raise management.InterruptProcessingException
+        return velocity(self, *args)
+
+    def counted(*args, **kwargs):
+        core._passes = getattr(core, "_passes", 0) + 1
+        return record(*args, **kwargs)
+
+    monkeypatch.setattr(core, "_passes", 0, raising=False)
+    monkeypatch.setattr(core, "_record", counted)
+    monkeypatch.setattr(ComfyTrainable, "velocity", interrupted)
+    name = f"inside_{call}"
+    with pytest.raises(management.InterruptProcessingException):
+        calibrate(linearize(base), filename=name, steps=5, memory_gb=0.008)
+    found = [n for n in files.list_files() if n.startswith(name)]
+    assert found == ([f"{name}_partial_00001.safetensors"] if kept else [])
+    if kept:
+        assert TTTWeights.load(files.find_file(found[0])).made["attentions"] == "self:0"
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
+        (dict(sizes="4096"), "larger than this model's position table"),
         (dict(sizes="100x100"), "not a multiple of 16"),
         (dict(sizes="big"), "Cannot read the size 'big'"),
         (dict(filename="../x"), "not a usable file name"),
@@ -178,6 +212,16 @@ def test_cancelled_calibration_keeps_what_is_fitted(base, monkeypatch):
 def test_bad_calibration_input(base, options, words):
     with pytest.raises(TTTError, match=words):
         calibrate(linearize(base), **options)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(base):
+    import folder_paths
+
+    (Path(folder_paths.get_folder_paths("ttt")[0]) / "wall").write_text("in the way")
+    with pytest.raises(TTTError, match="Cannot write .*wall.*Choose a folder"):
+        calibrate(linearize(base), filename="wall/x", steps=100_000, samples=10_000)
+    with pytest.raises(TTTError, match="Cannot write .*wall.*Choose a folder"):
+        fine_tune(linearize(base), "wall/x", steps=100_000)
 
 
 def test_training_nodes_refuse_a_plain_model(base):

@@ -229,6 +229,28 @@ def test_what_a_callback_raises_passes_through_after_a_save(model, data, tmp_pat
     assert again.done == 2
 
 
+def test_cancelled_inside_the_model_keeps_the_last_whole_step(model, data, tmp_path, monkeypatch):
+    class Interrupted(BaseException):
+        pass
+
+    whole = FineTune(model, new_weights(model, "self:0"), data, FineTuneSettings(steps=2, **SMALL))
+    whole.run()
+    tuning, calls, velocity = FineTune(model, new_weights(model, "self:0"), data, FineTuneSettings(steps=9, **SMALL)), [], model.velocity
+
+    def interrupted(*args):
+        calls.append(1)
+        if tuning.done == 2:
+            raise Interrupted
+        return velocity(*args)
+
+    monkeypatch.setattr(model, "velocity", interrupted)
+    with pytest.raises(Interrupted):
+        tuning.run(path=tmp_path / "s.safetensors")
+    again = FineTune(model, new_weights(model, "self:0"), data, FineTuneSettings(steps=9, **SMALL))
+    again.resume(tmp_path / "s.safetensors")
+    assert again.done == again.resumed == 2 and all(torch.equal(t, whole.trained[n]) for n, t in again.trained.items())
+
+
 def test_the_state_file_is_plain_safetensors_and_foreign_ones_are_refused(model, data, tmp_path):
     path = tmp_path / "state.safetensors"
     tuning = FineTune(model, new_weights(model, "self:0"), data, FineTuneSettings(steps=1, **SMALL))
@@ -240,11 +262,15 @@ def test_the_state_file_is_plain_safetensors_and_foreign_ones_are_refused(model,
         return FineTune(model, new_weights(model, selection), examples, FineTuneSettings(**{"steps": 3, **SMALL, **change}))
 
     fresh().resume(path)  # more steps are fine
-    with pytest.raises(TTTError, match=r"'state.safetensors' was made with another settings \(rate 0.001, here 0.002\); use the same, or start a new file\."):
-        fresh(rate=2e-3).resume(path)
-    with pytest.raises(TTTError, match="another spec .attentions 'self:0', here 'self:1'"):
+    with pytest.raises(TTTError, match=r"'state.safetensors' was made with other settings \(drop 0.1, here 0.2\); use the same, turn resume off, or choose another filename\."):
+        fresh(drop=0.2).resume(path)
+    fresh(rate=2e-3).resume(path)  # what to do after a loss that was not finite
+    other = FineTune(model, TTTWeights.new(model.geometry, TTTSpec("self:0"), seed=99, base_sketch=model.base_sketch), data, FineTuneSettings(steps=3, **SMALL))
+    with pytest.raises(TTTError, match="other starting layers"):
+        other.resume(path)
+    with pytest.raises(TTTError, match="other TTT settings .attentions 'self:0', here 'self:1'"):
         fresh("self:1").resume(path)
-    with pytest.raises(TTTError, match="another examples"):
+    with pytest.raises(TTTError, match="other pictures"):
         fresh(examples=data[:5]).resume(path)
     (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:5000])
     with pytest.raises(TTTError, match="'cut.safetensors' .* truncated"):

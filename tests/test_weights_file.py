@@ -169,6 +169,13 @@ def test_truncated_file(saved, keep):
         TTTWeights.load(saved)
 
 
+def test_a_length_that_starts_like_a_pickle_is_still_truncated(tmp_path):
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes((0x0C80).to_bytes(8, "little") + b'{"a":')
+    with pytest.raises(TTTError, match="truncated"):
+        TTTWeights.load(path)
+
+
 def test_pickle_named_safetensors(tmp_path):
     path = tmp_path / "sneaky.safetensors"
     torch.save({"w": torch.zeros(3)}, path)

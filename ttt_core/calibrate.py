@@ -113,12 +113,13 @@ def calibrate(
     negative: Conditioning | None = None,
     progress: OnProgress | None = None,
     cancel: ShouldCancel | None = None,
+    interruptions: tuple[type[BaseException], ...] = (),
 ) -> tuple[TTTWeights, CalibrationReport]:
     """(weights with fitted layers, report). `weights` itself and the model are not changed.
 
     conditionings: of single samples, used in turn. sizes: latent sizes (h, w), used in turn. negative: for cfg, the
     model's null conditioning if not given. cancel is asked before every step; when it says yes, what is fitted so far is
-    returned and report.cancelled is set. Raises TTTError for bad settings, a budget too small for a few samples, and
+    returned and report.cancelled is set; so it is for an exception of `interruptions`, which a host may raise anywhere. Raises TTTError for bad settings, a budget too small for a few samples, and
     non-finite values, naming attention and step.
     """
     settings = settings or CalibrationSettings()
@@ -133,20 +134,21 @@ def calibrate(
         report.samples, report.passes = plan.samples, len(plan.groups)
         tick = Ticker({"record": (len(plan.groups) * plan.calls, 2.0), "fit": (len(layers) * settings.steps, 1.0)}, progress)
         stop = cancel or (lambda: False)
-        for group in plan.groups:
-            samples = _record(model, group, conditionings, negative, sizes, plan, settings, tick, stop)
-            if samples is None:
-                report.cancelled = True
-                break
-            for attention in group:
-                done = _fit(layers[attention], fresh[attention], attention, samples.pop(attention), model.device, settings, report, tick, stop)
-                if not done:
+        try:
+            for group in plan.groups:
+                samples = _record(model, group, conditionings, negative, sizes, plan, settings, tick, stop)
+                for attention in group if samples is not None else ():
+                    if not _fit(layers[attention], fresh[attention], attention, samples.pop(attention), model.device, settings, report, tick, stop):
+                        samples = None
+                        break
+                if samples is None:
                     report.cancelled = True
                     break
-            if report.cancelled:
-                break
+        except interruptions:
+            report.cancelled = True
         for attention in set(layers) - set(report.fit):
             layers[attention].load_state_dict(fresh[attention])
+            layers[attention].to("cpu")
     report.seconds = time.monotonic() - start
     made = dict(weights.made)
     if report.fit:

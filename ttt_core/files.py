@@ -18,13 +18,8 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
     cannot be made or written.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()
-        mode = temporary.stat().st_mode
-    except OSError as e:
-        raise TTTError(f"Cannot write '{path}': {e.strerror or e}. Choose a folder that exists and can be written, then save again.") from e
+    temporary = _temporary(path)
+    mode = temporary.stat().st_mode
     try:
         yield temporary
         with open(temporary, "rb+") as file:
@@ -37,14 +32,31 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def check_writable(path: str | os.PathLike) -> None:
+    """Raises TTTError when `path` could not be written: before hours of work, not after."""
+    _temporary(Path(path)).unlink()
+
+
+def _temporary(path: Path) -> Path:
+    """A new empty file beside `path`, its folder made if need be."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+    except OSError as e:
+        raise TTTError(f"Cannot write '{path}': {e.strerror or e}. Choose a folder that exists and can be written, then save again.") from e
+    return temporary
+
+
 def explain_unreadable(path: str | os.PathLike, error: Exception) -> TTTError:
     """Why a file is not a readable safetensors file, as a TTTError to raise."""
     path = Path(path)
     if not path.is_file():
         return TTTError(f"The file '{path}' does not exist; check the name or put the file there.")
     with open(path, "rb") as file:
-        start = file.read(4)
-    if start[:2] == b"PK" or start[:1] == b"\x80":
+        start = file.read(9)
+    # A safetensors file starts with eight bytes of length and then "{"; the first of them may look like a pickle's.
+    if start[8:9] != b"{" and (start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"))):
         return TTTError(
             f"'{path.name}' is a Python pickle (a .ckpt or .pt file) named .safetensors; only real safetensors files are read, "
             "because a pickle can run code. Convert it to safetensors first."

@@ -9,6 +9,7 @@ The model is never written to: what is trained lives here, in fp32, and is put i
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import os
@@ -30,7 +31,9 @@ from .geometry import AttentionId
 from .optimizer import OPTIMIZERS, build_optimizer, export_state, import_state, set_rate
 from .progress import ShouldCancel
 from .trainable import MODES, Record, TrainableModel, normal, select_base_tensors, training_mode
-from .weights import TTTWeights
+from .weights import SPEC_KEY, TTTWeights
+
+_MAY_CHANGE = ("steps", "rate", "new_rate_factor", "clip")  # on resuming; with all the same the run is exact
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class FineTune:
         self.settings = settings or FineTuneSettings()
         self.settings.check()
         self.model, self.weights = model, weights
+        self._start, self.resumed = _fingerprint(weights), 0
         self.done, self.losses = 0, []
         with training_mode():
             self.examples = Examples(examples, model, self.settings.batch, self.settings.seed)
@@ -155,17 +159,21 @@ class FineTune:
         """
         start, first = time.monotonic(), self.done
         while self.done < self.settings.steps and not (cancel and cancel()):
-            loss, parts, norm = self.step(where=f"; '{Path(path).name}' holds the last good state" if path and Path(path).exists() else "")
-            left = (time.monotonic() - start) / (self.done - first) * (self.settings.steps - self.done)
-            if path and save_every and self.done % save_every == 0 and self.done < self.settings.steps:
-                self.save(path)
             try:
+                loss, parts, norm = self.step(where=f"; '{Path(path).name}' holds the last good state" if path and Path(path).exists() else "")
+                left = (time.monotonic() - start) / (self.done - first) * (self.settings.steps - self.done)
+                if path and save_every and self.done % save_every == 0 and self.done < self.settings.steps:
+                    self.save(path)
                 if on_step:
                     on_step(StepReport(self.done, self.settings.steps, loss, parts, norm, left))
                 if on_sample and sample_every and self.done % sample_every == 0:
                     on_sample(self, self.done)
-            except BaseException:  # a host's way to cancel; the step itself is complete and worth keeping
-                if path:
+            except TTTError:
+                raise  # not finite, say: the file keeps the last good state
+            except BaseException:
+                # A host's way to cancel, which may come out of any operation of the model. A step moves nothing before
+                # its last operation, so what is here is the state after the last whole step.
+                if path and self.done:
                     self.save(path)
                 raise
         if path:
@@ -203,7 +211,7 @@ class FineTune:
         if not math.isfinite(value):
             raise TTTError(
                 f"The {what} became {value} at step {step} of {self.settings.steps}, so the training was stopped before that step{where}. "
-                f"Lower the rate (now {self.settings.rate:g}, {self.settings.new_rate_factor:g} times that for new layers) and resume."
+                f"Lower the learning rate (now {self.settings.rate:g}, {self.settings.new_rate_factor:g} times that for new layers) and resume."
             )
 
     def _backward(self, number: int) -> tuple[float, dict[str, float]]:
@@ -286,14 +294,15 @@ class FineTune:
     def resume(self, path: str | os.PathLike) -> None:
         """Goes on from a file that `save` wrote: step, trained tensors, optimizer, average, place in the data and random state.
 
-        Settings and examples must be the ones it was made with; only `steps` may differ. Raises TTTError otherwise.
+        Settings, examples and starting layers must be the ones it was made with; steps, rates and clip may differ.
+        Raises TTTError otherwise.
         """
         name = Path(path).name
         parts, facts = checkpoint.read(path)
         for what, ours in self._identity().items():
             theirs = facts.get(what)
             if theirs != json.loads(json.dumps(ours)):
-                raise TTTError(f"'{name}' was made with another {what.replace('_', ' ')} ({_difference(theirs, ours)}); use the same, or start a new file.")
+                raise TTTError(f"'{name}' was made with other {what} ({_difference(theirs, ours)}); use the same, turn resume off, or choose another filename.")
         try:
             with training_mode(), torch.no_grad():
                 if facts["step"]:  # before the first step an optimizer has no state
@@ -303,6 +312,7 @@ class FineTune:
         except (KeyError, RuntimeError, TypeError) as e:
             raise TTTError(f"'{name}' does not fit this model and these settings ({e}); start a new file.") from e
         self.done, self.losses = int(facts["step"]), parts["run"]["losses"].tolist()
+        self.resumed = self.done
         self.weights = TTTWeights(
             self.weights.spec, self.weights.geometry, self.weights.layers, self.weights.base_changes, facts["made"], self.weights.base_sketch
         )
@@ -315,11 +325,21 @@ class FineTune:
 
     def _identity(self) -> dict:
         """What must be the same for a resumed run to equal an uninterrupted one."""
-        settings = {n: v for n, v in asdict(self.settings).items() if n != "steps"}
+        settings = {n: v for n, v in asdict(self.settings).items() if n not in _MAY_CHANGE}
         return {
-            "settings": settings, "spec": asdict(self.weights.spec), "attentions": self.weights.selection,
-            "base": self.weights.base_sketch, "examples": self.examples.fingerprint,
+            "settings": settings, "TTT settings": asdict(self.weights.spec), "attentions": self.weights.selection,
+            "base weights": self.weights.base_sketch, "pictures": self.examples.fingerprint, "starting layers": self._start,
         }
+
+
+def _fingerprint(weights: TTTWeights) -> str:
+    """Tells other starting layers and changed base tensors apart: a hash of 64 values of each tensor."""
+    digest = hashlib.sha256()
+    tensors = {n: t for n, t in weights.layer_tensors().items() if n != SPEC_KEY} | weights.base_changes
+    for name in sorted(tensors):
+        flat = tensors[name].detach().cpu().reshape(-1)
+        digest.update(name.encode() + flat[:: max(1, len(flat) // 64)].float().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _difference(theirs, ours) -> str:

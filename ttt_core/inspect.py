@@ -158,6 +158,8 @@ def _to_draw(model: TrainableModel, layers: dict, settings: InspectSettings) -> 
     if settings.maps.strip():
         names = [f"{a.path}.qkv.weight" for a in model.geometry.attentions]
         chosen = select_attentions(names, settings.maps)
+        if not chosen:
+            raise TTTError("TTT Inspect: maps is 'none', so there is nothing to draw; name up to six attentions, such as 'self:0 joint:23', or leave it empty.")
     else:
         every = sorted(layers, key=lambda a: (a.kind != "self", a.block)) or list(model.geometry.attentions)
         chosen = tuple(dict.fromkeys(every[round(i * (len(every) - 1) / 3)] for i in range(4)))

@@ -23,7 +23,8 @@ def describe_weights(weights: TTTWeights, backend: str, warning: str = "") -> st
     """Several short lines about a linearized model."""
     spec = weights.spec
     if not weights.layers:
-        return "No attention selected: the model is unchanged."
+        changed = f"; {len(weights.base_changes)} base tensors changed by fine-tuning" if weights.base_changes else ""
+        return f"No attention is TTT: all of them are the model's own softmax{changed}."
     total = len(weights.geometry.attentions)
     count = sum(p.numel() for layer in weights.layers.values() for p in layer.parameters())
     lines = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,15 @@ def model_geometry(model) -> Geometry:
         return read_geometry(shapes)
     except TTTError as e:
         raise TTTError(f"{e} (The connected MODEL is {type(model.model).__name__}.)") from e
+
+
+def check_position_table(size: Sequence[int], model) -> None:
+    """Raises TTTError for a latent size (h, w) beyond the model's position table."""
+    inner = model.model.diffusion_model
+    table = getattr(inner, "pos_embed_max_size", None)
+    if table is not None and -(-max(size) // inner.patch_size) > table:
+        width, height, most = 8 * size[1], 8 * size[0], 8 * inner.patch_size * table
+        raise TTTError(f"{width} x {height} is larger than this model's position table, which ends at {most} pixels a side; choose a smaller size.")
 
 
 def model_sketch(model) -> str:

@@ -56,8 +56,9 @@ def new_file(name: str) -> Path:
 def check_name(name: str) -> str:
     """The file name without extension, subfolders allowed. Raises TTTError for one that is empty or leaves its folder."""
     name = name.strip().removesuffix(".safetensors").replace("\\", "/")
-    if not name or name.startswith("/") or ".." in name.split("/") or re.search(r'[<>:"|?*\x00-\x1f]', name):
-        raise TTTError(f"'{name}' is not a usable file name; write a plain name such as 'sd35m_paper', without '..' or a drive.")
+    parts = name.split("/")
+    if not all(p.strip(". ") for p in parts) or len(parts[-1]) > 120 or re.search(r'[<>:"|?*\x00-\x1f]', name):
+        raise TTTError(f"'{name}' is not a usable file name; write a plain name such as 'sd35m_paper', without '..' or a drive, of at most 120 characters.")
     return name
 
 

@@ -14,7 +14,7 @@ from ..compare import Arm, compare, runs_of
 from ..compare_series import Series, parse_sizes
 from ..cost import count, explain
 from ..errors import TTTError
-from .comfy import attached, with_bookkeeping
+from .comfy import attached, check_position_table, with_bookkeeping
 
 _COMPILE_KEY = "torch.compile"  # what core's and others' compile nodes call their wrapper
 
@@ -148,16 +148,8 @@ def _latents(latent: dict, sizes: str, models) -> list[dict]:
     else:
         result = [{**latent, "samples": samples[..., :1, :1].expand(*samples.shape[:-2], h // 8, w // 8).clone()} for w, h in wanted]
     for start in result:
-        _check_position_table(start["samples"], models[0])
+        check_position_table(start["samples"].shape[-2:], models[0])
     return result
-
-
-def _check_position_table(samples: torch.Tensor, model) -> None:
-    inner = model.model.diffusion_model
-    table = getattr(inner, "pos_embed_max_size", None)
-    if table is not None and -(-max(samples.shape[-2:]) // inner.patch_size) > table:
-        width, height, most = 8 * samples.shape[-1], 8 * samples.shape[-2], 8 * inner.patch_size * table
-        raise TTTError(f"{width} x {height} is larger than this model's position table, which ends at {most} pixels a side; choose a smaller size.")
 
 
 def _image_tokens(latent: dict, model) -> int:

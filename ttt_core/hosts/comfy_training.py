@@ -13,7 +13,7 @@ from ..examples import Example
 from ..geometry import PREFIX, AttentionId
 from ..layer import TTTAttention
 from ..trainable import Record, TrainableModel
-from .comfy import detach, model_geometry, model_sketch
+from .comfy import check_position_table, detach, model_geometry, model_sketch
 from .comfy_runtime import Plan, token_grid, with_replacements
 
 ComfyConditioning = list  # [context (1, T, D), {"pooled_output": (1, P), ...}]: one entry of a CONDITIONING
@@ -63,6 +63,7 @@ class ComfyTrainable(TrainableModel):
         return cast if cast is not None else base.get_dtype()
 
     def velocity(self, x: Tensor, sigma: Tensor, conditionings: Sequence[ComfyConditioning]) -> Tensor:
+        check_position_table(x.shape[-2:], self._patcher)
         x, sigma = x.to(self.device), sigma.to(self.device)
         by_length: dict[int, list[int]] = {}
         for index, (context, _) in enumerate(conditionings):

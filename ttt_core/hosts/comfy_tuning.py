@@ -11,6 +11,7 @@ import torch
 from ..calibrate import CalibrationReport, CalibrationSettings, calibrate
 from ..compare_series import parse_sizes
 from ..errors import TTTError
+from ..files import check_writable
 from ..finetune import FineTune, FineTuneSettings, StepReport
 from ..loss_curve import loss_curve
 from ..memory import MemoryEstimate, estimate_calibration, estimate_finetuning
@@ -38,7 +39,7 @@ def calibrate_model(
     import comfy.utils
 
     found = require_attached(model, "TTT Calibrate")
-    new_file(filename)  # a name that cannot be used is refused now and not after the work
+    check_writable(new_file(filename))  # what cannot be saved is refused now and not after the work
     trainable = ComfyTrainable(model, null=first_entry(negative), backend=found.backend)
     shapes = [(h // 8, w // 8) for w, h in parse_sizes(sizes)] or [tuple(latent["samples"].shape[-2:])]
     bar, shown = comfy.utils.ProgressBar(1000), _Curve()
@@ -58,13 +59,16 @@ def calibrate_model(
         entries = clone_entries(positive)
     weights, report = calibrate(
         trainable, found.weights, entries, shapes, settings, progress=progress, cancel=management.processing_interrupted,
+        interruptions=(management.InterruptProcessingException,),
     )  # fmt: skip
+    if report.cancelled:
+        management.interrupt_current_processing(False)  # taken note of; it must not stop whatever runs next
     if report.cancelled and not report.fitted:
-        management.throw_exception_if_processing_interrupted()
+        raise management.InterruptProcessingException
     path = weights.save(new_file(filename + "_partial" if report.cancelled else filename))
     if report.cancelled:
         say(f"cancelled; what was fitted is in {path}")
-        management.throw_exception_if_processing_interrupted()
+        raise management.InterruptProcessingException
     return attach(model, weights, found.backend), report, path
 
 
@@ -92,7 +96,7 @@ def fine_tune_model(
     import comfy.utils
 
     found = require_attached(model, "TTT Fine-Tune")
-    new_file(filename)
+    check_writable(new_file(filename))
     trainable = ComfyTrainable(model, null=first_entry(negative), backend=found.backend)
     if settings.mode != "ttt" and trainable.has_patches:
         raise TTTError(
@@ -101,6 +105,7 @@ def fine_tune_model(
         )
     folder = _training_folder()
     state = folder / f"{check_name(filename)}.state.safetensors"
+    check_writable(state)
     with torch.inference_mode(False):
         tuning = FineTune(trainable, found.weights, examples_from(trainable, latents, positive), settings)
     largest = max(tuning.examples.sizes, key=lambda s: s[0] * s[1])
