@@ -103,7 +103,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.size % 16 or not 64 <= options.size <= 768:
         parser.error(f"--size must be a multiple of 16 from 64 to 768 (the tiny model's position table ends there), got {options.size}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        parser.error(f"--out '{options.out}' cannot be made a folder ({e.strerror}); choose another")
     if options.comfyui is None:
         print("No ComfyUI: running the same tiny model and comparison in diffusers, without a UI.", flush=True)
         picture, chart, table = without_ui(options.size, options.out)

@@ -16,3 +16,10 @@ def test_a_size_that_cannot_be_sampled_is_refused(capsys):
     with pytest.raises(SystemExit):
         quickstart.main(["--size", "100"])
     assert "multiple of 16" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_refused(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        quickstart.main(["--out", str(tmp_path / "file")])
+    assert "cannot be made a folder" in capsys.readouterr().err
