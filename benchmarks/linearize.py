@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+from _measure import machine
 
 HERE = Path(__file__).resolve().parent
 
@@ -104,10 +105,9 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", code], check=True)
         record = in_comfyui(path, out, options.comfyui.resolve()) if options.comfyui else from_file(path, out)
         record |= {"file_mib": out.stat().st_size / 2**20, "checkpoint_mib": path.stat().st_size / 2**20}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
     record = {
         "benchmark": "linearize", **{k: round(v, 2) if isinstance(v, float) else v for k, v in record.items()},
-        "device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads", "torch": torch.__version__, "commit": commit,
+        **machine(torch.device("cpu")),
     }  # fmt: skip
     with options.results.open("a") as file:
         file.write(json.dumps(record) + "\n")

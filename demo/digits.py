@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from ..ttt_core import trajectory
 from ..ttt_core.errors import TTTError
 
 MODEL = Path(__file__).parent / "models" / "ttt_tiny_digits.safetensors"
@@ -190,8 +191,7 @@ def recogniser():
 
 def flow_sigmas(steps: int, shift: float = FLOW_SHIFT) -> torch.Tensor:
     """(steps + 1,) noise levels from 1 to 0 under SD3's time shift."""
-    u = torch.linspace(1, 0, steps + 1)
-    return shift * u / (1 + (shift - 1) * u)
+    return trajectory.flow_sigmas(steps, shift)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from ..ttt_core.files import atomic_write
 from ..ttt_core.hosts.diffusers_names import to_diffusers, to_original
+from ..ttt_core.trajectory import shifted
 from . import digits
 
 CONFIG = dict(
@@ -67,7 +68,7 @@ def draw_sigma(count: int, generator: torch.Generator) -> torch.Tensor:
     normal = torch.sigmoid(torch.randn(count, generator=generator))
     uniform = torch.rand(count, generator=generator)
     u = torch.where(torch.rand(count, generator=generator) < 0.5, normal, uniform)
-    return digits.FLOW_SHIFT * u / (1 + (digits.FLOW_SHIFT - 1) * u)
+    return shifted(u, digits.FLOW_SHIFT)
 
 
 def flow_loss(model, cells, labels, size, generator, drop=DROP_PROMPT) -> torch.Tensor:

@@ -74,3 +74,14 @@ def comfyui(tmp_path_factory):
 
     TTTExtension()
     return COMFYUI
+
+
+@pytest.fixture
+def one_thread():
+    """Small tensors are slower on several threads, and sums in another order are not bit-identical."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

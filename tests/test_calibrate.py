@@ -16,12 +16,7 @@ from comfy_ttt.ttt_core.trajectory import euler, flow_sigmas
 QUICK = dict(samples=16, sampling_steps=4, batch=4, cfg=3.0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,7 @@ PREFIX = "model.diffusion_model."
 SMALL = dict(batch=2, rate=1e-3, warmup=2)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

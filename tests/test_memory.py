@@ -33,13 +33,7 @@ def models(tmp_path_factory):
     return {dtype: DiffusersTrainable(load_transformer(path, dtype=dtype)) for dtype in (FP32, BF16)}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums of tiny operations: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def conditioning():

@@ -153,6 +153,11 @@ class ComfyTrainable(TrainableModel):
         """The model's latent space -> LATENT samples."""
         return self._patcher.model.process_latent_out(latent)
 
+    def preview(self, latent: Tensor) -> Tensor:
+        """A model latent (C, h, w) in ComfyUI's preview colours, (h, w, 3) in 0..1."""
+        factors = torch.tensor(self._patcher.get_model_object("latent_format").latent_rgb_factors, dtype=torch.float32)
+        return ((latent.float().cpu().movedim(0, -1) @ factors + 1) / 2).clamp(0, 1)
+
 
 def examples_from(model: ComfyTrainable, latents: Sequence[dict], conditionings: Sequence[list]) -> list[Example]:
     """Training examples from lists of LATENT and CONDITIONING, as ComfyUI's dataset nodes give them.

@@ -167,8 +167,7 @@ def _decode(model: ComfyTrainable, latent: torch.Tensor, vae) -> torch.Tensor:
     if vae is not None:
         with torch.inference_mode():
             return vae.decode(samples.clone())[0].float().cpu().clamp(0, 1)
-    factors = torch.tensor(model._patcher.get_model_object("latent_format").latent_rgb_factors, dtype=torch.float32)
-    return ((latent[0].float().cpu().movedim(0, -1) @ factors + 1) / 2).clamp(0, 1)
+    return model.preview(latent[0])
 
 
 def first_entry(conditioning: list | None) -> list | None:
